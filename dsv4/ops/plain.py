@@ -13,6 +13,8 @@ Conventions of every form (plain, cpu, npu):
 * Operators under "Writes:" change their argument in place (it is donated) and return it.
 """
 
+from collections.abc import Sequence
+
 import torch
 from einops import rearrange
 from jaxtyping import Float, Int, Shaped
@@ -155,9 +157,9 @@ def hc_head(
     return h, rms_norm(h, gamma, eps)
 
 
-def stream_mean(streams: Float[Tensor, "T M D"]) -> Float[Tensor, "T D"]:
-    """Plain mean over the streams: a drafter tap (drafter.md section 1)."""
-    return streams.mean(1)
+def taps(streams: Sequence[Float[Tensor, "T M D"]]) -> Float[Tensor, "T nD"]:
+    """Plain means over the streams of several layers, side by side: the drafter's input (drafter.md section 1)."""
+    return torch.cat([x.mean(1) for x in streams], 1)
 
 
 # ---- cache addressing ---------------------------------------------------------------------------------------------------
@@ -227,18 +229,25 @@ def addresses(
 
 
 def draft_addresses(
-    position: Int[Tensor, " R"], window: Int[Tensor, "R Cw"], block: int, width: int
-) -> tuple[Int[Tensor, " Rk"], Int[Tensor, "R W"], Int[Tensor, "R k"]]:
+    anchor: Int[Tensor, " R"],
+    position: Int[Tensor, " R"],
+    window: Int[Tensor, "R Cw"],
+    block: int,
+    width: int,
+    noise: int,
+) -> tuple[Int[Tensor, " Rk"], Int[Tensor, " Rk"], Int[Tensor, "R W"], Int[Tensor, "R k"]]:
     """The drafter's block for anchors at `position` (drafter.md section 3).
 
-    Returns positions [R*block] of the query rows, context rows [R, width] of positions p-width+1 .. p with p = position-1
-    (the same for every row of the block), and the block's own rows [R, block] in a [R*block, d] tensor.
+    Returns ids [R*block] = anchor, noise, noise, ... per row; their positions [R*block], from `position` on; context rows
+    [R, width] of positions p-width+1 .. p with p = position-1 (the same for every row of the block); and the block's own
+    rows [R, block] in a [R*block, d] tensor.
     """
     steps = torch.arange(block, dtype=torch.int32, device=position.device)
     back = torch.arange(-width, 0, dtype=torch.int32, device=position.device)
+    ids = torch.where(steps == 0, anchor.unsqueeze(1), noise).to(torch.int32)
     rows = _pool_rows(window, position.unsqueeze(1) + back, PAGE_WINDOW)
     own = torch.arange(position.shape[0] * block, dtype=torch.int32, device=position.device).view(-1, block)
-    return (position.unsqueeze(1) + steps).flatten(), rows, own
+    return ids.flatten(), (position.unsqueeze(1) + steps).flatten(), rows, own
 
 
 def scatter(pool: Shaped[Tensor, "N ..."], slots: Int[Tensor, " n"], rows: Shaped[Tensor, "n ..."]) -> Tensor:
@@ -350,6 +359,7 @@ def attention(
 
     Keys are values. q, kv, entries and the result share a dtype; scores, softmax and sums are float32, probabilities are
     rounded to that dtype before the product with values. `kv_rows` and `entry_rows` lead with T or R; -1 is unused.
+    entry_count None counts them all.
     """
 
     def gather(pool: Tensor, rows: Tensor) -> Tensor:
@@ -359,9 +369,10 @@ def attention(
     keys, seen = gather(kv, kv_rows), (kv_rows >= 0).repeat_interleave(q.shape[0] // kv_rows.shape[0], 0)
     if entries is not None:
         keys = torch.cat([keys, gather(entries, entry_rows)], 1)
-        number = torch.arange(entry_rows.shape[1], device=q.device) < entry_count.unsqueeze(1)
         given = (entry_rows >= 0).repeat_interleave(q.shape[0] // entry_rows.shape[0], 0)
-        seen = torch.cat([seen, number & given], 1)
+        if entry_count is not None:
+            given = given & (torch.arange(entry_rows.shape[1], device=q.device) < entry_count.unsqueeze(1))
+        seen = torch.cat([seen, given], 1)
     scores = torch.einsum("thd,tkd->thk", q.float(), keys) * scale
     scores = torch.where(seen.unsqueeze(1), scores, -torch.inf)
     top = torch.maximum(scores.amax(-1), sink).unsqueeze(-1)
@@ -493,8 +504,9 @@ def begin(
 
 def accept(
     ids: Int[Tensor, "R Q"], greedy: Int[Tensor, "R Q"], length: Int[Tensor, " R"], eos: Int[Tensor, " R"]
-) -> tuple[Int[Tensor, "R Q"], Int[Tensor, " R"], Int[Tensor, " R"]]:
-    """Greedy verification (drafter.md section 5): tokens emitted (then -1), how many, and whether EOS ended the row.
+) -> tuple[Int[Tensor, "R Q"], Int[Tensor, " R"], Int[Tensor, " R"], Int[Tensor, " R"]]:
+    """Greedy verification (drafter.md section 5): tokens emitted (then -1), how many, whether EOS ended the row, and how many
+    drafts were verified (length - 1).
 
     Row j's token `greedy[j]` is emitted iff every draft ids[1..j] equals the token before it; nothing follows EOS.
     eos is the ending token's id, or -1 to ignore it.
@@ -504,7 +516,8 @@ def accept(
     steps = torch.arange(ids.shape[1], device=ids.device)
     keep = (steps < length.unsqueeze(1)) & ((1 - right + ended).cumsum(1) == 0)
     tokens = torch.where(keep, greedy, -1).to(torch.int32)
-    return tokens, keep.sum(1).to(torch.int32), (tokens == eos.unsqueeze(1)).logical_and(keep).any(1).to(torch.int32)
+    over = ((tokens == eos.unsqueeze(1)) & keep).any(1)
+    return tokens, keep.sum(1).to(torch.int32), over.to(torch.int32), (length - 1).clamp(min=0)
 
 
 def commit(

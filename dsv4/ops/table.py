@@ -28,7 +28,7 @@ class OpSet:
     hc_pre: Op
     hc_post: Op
     hc_head: Op
-    stream_mean: Op
+    taps: Op
     addresses: Op
     draft_addresses: Op
     scatter: Op
