@@ -339,7 +339,7 @@ def index_topk(
         scores = scores * key_scale[rows.long()]
     scores = torch.where(entries < visible.unsqueeze(1), scores, -torch.inf)
     k = min(topk, entries.shape[0])
-    best = scores.sort(-1, descending=True, stable=True).indices[:, :k].sort(-1).values
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :k].sort(-1).values
     # With fewer than k visible entries the cut also took invisible ones; those lie behind every visible one.
     return torch.where(best < visible.unsqueeze(1), rows.gather(1, best), -1).to(torch.int32)
 
@@ -406,7 +406,7 @@ def route(
 ) -> tuple[Int[Tensor, "T k"], Float[Tensor, "T k"]]:
     """Expert ids by score + bias, best first (ties: lowest id), weights from the unbiased scores. Padding gets id -1."""
     scores = _affinity(x, gate)
-    ids = (scores + bias).sort(-1, descending=True, stable=True).indices[:, :k]
+    ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return _route_weights(scores, ids, scale, positions)
 
 
