@@ -1,0 +1,123 @@
+"""Every refusal in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
+
+import difflib
+import logging
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from dsv4.errors import Dsv4Error, EngineError, OverloadedError, RequestError, UnknownModelError
+
+logger = logging.getLogger("dsv4.http")
+
+
+class RequestTimeoutError(EngineError):
+    """A request ran longer than the server allows."""
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; there is nobody to answer."""
+
+
+class PayloadTooLargeError(RequestError):
+    """A body above the server's limit."""
+
+
+def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def describe(error: Dsv4Error) -> tuple[int, dict[str, Any], dict[str, str]]:
+    """HTTP status, body and headers of an expected failure."""
+    match error:
+        case OverloadedError():
+            body = error_body(str(error), kind="overloaded_error", code="overloaded")
+            return 503, body, {"Retry-After": str(math.ceil(error.retry_after_s))}
+        case UnknownModelError():
+            code = error.code or "model_not_found"
+            return 404, error_body(str(error), kind="invalid_request_error", param=error.param, code=code), {}
+        case PayloadTooLargeError():
+            return 413, error_body(str(error), kind="invalid_request_error", code="payload_too_large"), {}
+        case RequestError():
+            body = error_body(str(error), kind="invalid_request_error", param=error.param, code=error.code)
+            return 400, body, {}
+        case RequestTimeoutError():
+            return 504, error_body(str(error), kind="timeout_error", code="request_timeout"), {}
+        case EngineError():
+            return 500, error_body(str(error), kind="server_error", code="engine_error"), {}
+    return 500, error_body(str(error), kind="server_error"), {}
+
+
+def install(app: FastAPI) -> None:
+    """Makes every exception of `app` leave as an error object."""
+
+    @app.exception_handler(Dsv4Error)
+    async def expected(request: Request, error: Dsv4Error) -> JSONResponse:
+        status, body, headers = describe(error)
+        return JSONResponse(body, status, headers)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        return await expected(request, explain(error.errors()))
+
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> JSONResponse:
+        message = str(error.detail)
+        if error.status_code == 404:
+            message = f"there is nothing at {request.url.path}"
+        elif error.status_code == 405:
+            message = f"{request.method} is not allowed at {request.url.path}"
+        body = error_body(message, kind="invalid_request_error")
+        return JSONResponse(body, error.status_code, error.headers)
+
+    @app.exception_handler(ClientGoneError)
+    async def gone(request: Request, error: ClientGoneError) -> Response:
+        return Response(status_code=499)  # only ever seen in the access log
+
+    @app.exception_handler(Exception)
+    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        return JSONResponse(error_body("internal error; the server's log has the details", kind="server_error"), 500)
+
+
+def explain(errors: Sequence[Any]) -> RequestError:
+    """The first of pydantic's complaints as one sentence with the field's path."""
+    first = errors[0]
+    kind, path = first["type"], list(first["loc"])
+    if path and path[0] == "body":
+        path = path[1:]
+    if kind == "json_invalid":
+        reason = first["ctx"]["error"]
+        return RequestError(f"the body is not JSON: {reason} at character {path[0]}", code="invalid_json")
+    if kind == "model_attributes_type" and not path:
+        return RequestError(
+            "the body must be a JSON object sent with the header Content-Type: application/json", code="invalid_json"
+        )
+    if kind == "missing" and not path:
+        return RequestError("the body is empty; send a JSON object", code="invalid_json")
+    param = _path(path)
+    if kind == "extra_forbidden":
+        return RequestError(f"unknown field {param!r}", param=param, code="unknown_field")
+    if kind == "missing":
+        return RequestError(f"{param} is required", param=param, code="missing_field")
+    detail = first["msg"].removeprefix("Value error, ")
+    detail = detail[:1].lower() + detail[1:]
+    return RequestError(f"{param}: {detail}", param=param, code="invalid_value")
+
+
+def _path(parts: Sequence[str | int]) -> str:
+    path = ""
+    for part in parts:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
+    return path
+
+
+def nearest(name: str, known: Sequence[str]) -> str:
+    """A hint such as `; did you mean "stop"?`, or nothing."""
+    close = difflib.get_close_matches(name, known, 1)
+    return f'; did you mean "{close[0]}"?' if close else ""

@@ -1,0 +1,62 @@
+"""Runs an app under uvicorn, and stops it without cutting anybody off."""
+
+import asyncio
+import ipaddress
+import logging
+import socket
+
+import uvicorn
+from fastapi import FastAPI
+
+from serving.http.context import Server
+
+logger = logging.getLogger("dsv4.http")
+
+
+def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, *, drain_timeout_s: float = 30.0) -> None:
+    """Serves until SIGTERM or SIGINT, then lets running requests finish for at most `drain_timeout_s`.
+
+    While draining, `/health` says 503 and new requests are turned away with Retry-After. A second SIGINT ends at once.
+    """
+    server: Server = app.state.server
+    if not server.settings.api_keys and not _is_loopback(host):
+        logger.warning("listening on %s without an API key: anyone who can reach this port can use it", host)
+    config = uvicorn.Config(
+        app,
+        host=host,
+        port=port,
+        access_log=False,
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=drain_timeout_s,
+        timeout_keep_alive=30,
+    )
+    _DrainingServer(config, server).run()
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+class _DrainingServer(uvicorn.Server):
+    """Uvicorn, saying how the shutdown goes."""
+
+    def __init__(self, config: uvicorn.Config, server: Server) -> None:
+        super().__init__(config)
+        self._server = server
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._server.draining = True
+        progress = asyncio.ensure_future(self._report())
+        try:
+            await super().shutdown(sockets)
+        finally:
+            progress.cancel()
+
+    async def _report(self) -> None:
+        while count := len(self.server_state.tasks):
+            logger.info("draining: %d requests still running", count)
+            await asyncio.sleep(1.0)
