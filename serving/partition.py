@@ -1,7 +1,7 @@
 """One cache partition (a TP group): its page pools, prefix cache and slots, and the seats that use them."""
 
 import heapq
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from serving.pages import BLOCK_TOKENS, QUANTUM, PagePool, PageTable
 from serving.plan import PartitionPlan, ScheduledRequest, SchedulerConfig, Seat, TableUpdates
@@ -158,3 +158,17 @@ class Partition:
         updates.slots += [seat.slot] * len(pages)
         updates.columns += [logical % table.width for logical in range(first, first + len(pages))]
         updates.pages += pages
+
+
+def attempts(partitions: Sequence[Partition], request: ScheduledRequest, turn: int) -> list[tuple[int, str, Partition]]:
+    """Where to try to seat a request, best first: cached tokens to start from, the reason for a person, the partition.
+
+    The longest prefix wins, then the fewest requests, then round robin from `turn`. Where a prefix is held but no pages are
+    left to use it, starting cold (anywhere, that place included) is better than not starting.
+    """
+    places = [(partition.lookup(request), partition) for partition in partitions]
+    places.sort(key=lambda at: (-at[0].tokens, at[1].seated, (at[1].index - turn) % len(partitions)))
+    cold = sorted((at for at in places if at[0].tokens), key=lambda at: at[1].seated)
+    return [(hit.tokens, hit.reason, partition) for hit, partition in places] + [
+        (0, f"{hit.reason}; started cold for want of pages", partition) for hit, partition in cold
+    ]

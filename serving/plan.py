@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from dsv4.errors import ConfigError
+from dsv4.errors import ConfigError, RequestError
 from serving.pages import BLOCK_TOKENS, PageGroup, PageTable, page_groups
 from serving.request import FinishReason, Speculation
 
@@ -84,6 +84,39 @@ class SchedulerConfig:
     def lone_pages(self, group: PageGroup, limit: int) -> int:
         """Pages that let one request of `limit` positions run to its end by itself, one step at a time."""
         return group.live_pages(limit, max(min(self.max_chunk, limit), self.decode_rows))
+
+    def limit_of(self, request: "ScheduledRequest") -> int:
+        """Positions the request may use, prompt included. Raises RequestError for one that could never be served."""
+        prompt = request.prompt_tokens
+        if not prompt:
+            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
+        if request.max_tokens < 1:
+            raise RequestError(f"max_tokens: expected at least 1, got {request.max_tokens}", param="max_tokens")
+        if prompt >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {prompt} tokens and must leave room for one more within the model length of "
+                f"{self.max_model_len}: shorten it",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        if not self.enable_chunked_prefill and prompt > self.max_chunk:
+            raise RequestError(
+                f"the prompt has {prompt} tokens, but one step takes at most {self.max_chunk} and chunked prefill is off: "
+                "shorten it or enable chunked prefill",
+                param="prompt",
+                code="context_length_exceeded",
+            )
+        limit = min(prompt + request.max_tokens, self.max_model_len)
+        for group in self.groups:
+            needed, pages = self.lone_pages(group, limit), self.pages[group.name] - 1
+            if needed > pages:
+                raise RequestError(
+                    f"prompt and max_tokens make {limit} tokens, which need {needed} {group.name} pages; the cache has "
+                    f"{pages}: ask for fewer tokens",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                )
+        return limit
 
 
 @dataclass(eq=False, slots=True, kw_only=True)

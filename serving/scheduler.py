@@ -11,7 +11,7 @@ A chunk takes what is left but leaves one tile (128 tokens) to everyone behind i
 budget, T the tile, R decode rows and "place" counted among prefilling and waiting requests from 0, this bounds every wait:
 
 * a decode row runs at least once in ceil(R / max(1, floor((B - min(T, B / 2)) / (K + 1)))) steps, every step where all fit;
-* a request that holds a seat, or could have one, and pages prefills at least min(T, its rest) tokens in every step while
+* a request with pages and a seat, or the chance of one since the last step, prefills at least min(T, its rest) tokens while
   (place + 1) T fits what decode left; so a prompt of one tile answers at once, however long the prompts before it are;
 * the oldest prefilling request always advances (for B >= 2 (K + 1)), and nobody is seated before an earlier arrival.
 
@@ -25,7 +25,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from dsv4.errors import EngineError, OverloadedError, RequestError
-from serving.partition import Partition
+from serving.partition import Partition, attempts
 from serving.plan import (
     PartitionResult,
     PrefillChunk,
@@ -73,42 +73,11 @@ class Scheduler:
 
         Raises: RequestError for one that could never be served, OverloadedError when the queue is full.
         """
-        config = self._config
-        prompt = request.prompt_tokens
         if request.request_id in self._requests:
             raise RequestError(f"request id {request.request_id!r} is already in use", param="request_id")
-        if not prompt:
-            raise RequestError("the prompt is empty: at least one token is needed", param="prompt")
-        if request.max_tokens < 1:
-            raise RequestError(f"max_tokens: expected at least 1, got {request.max_tokens}", param="max_tokens")
-        if prompt >= config.max_model_len:
-            raise RequestError(
-                f"the prompt has {prompt} tokens and must leave room for one more within the model length of "
-                f"{config.max_model_len}: shorten it",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        if not config.enable_chunked_prefill and prompt > config.max_chunk:
-            raise RequestError(
-                f"the prompt has {prompt} tokens, but one step takes at most {config.max_chunk} and chunked prefill is off: "
-                "shorten it or enable chunked prefill",
-                param="prompt",
-                code="context_length_exceeded",
-            )
-        limit = min(prompt + request.max_tokens, config.max_model_len)
-        for group in config.groups:
-            needed, pages = config.lone_pages(group, limit), config.pages[group.name] - 1
-            if needed > pages:
-                raise RequestError(
-                    f"prompt and max_tokens make {limit} tokens, which need {needed} {group.name} pages; the cache has "
-                    f"{pages}: ask for fewer tokens",
-                    param="max_tokens",
-                    code="context_length_exceeded",
-                )
-        if len(self._waiting) >= config.max_waiting:
-            raise OverloadedError(
-                f"{len(self._waiting)} requests are waiting, the most this server queues: retry later"
-            )
+        limit = self._config.limit_of(request)
+        if len(self._waiting) >= self._config.max_waiting:
+            raise OverloadedError(f"{len(self._waiting)} requests are waiting, the limit of the queue: retry later")
         request.limit = limit
         request.arrival = next(self._arrivals)
         self._requests[request.request_id] = request
@@ -138,25 +107,11 @@ class Scheduler:
     def commit(self, plan: StepPlan, results: Sequence[PartitionResult]) -> list[RequestEvent]:
         """Applies the results of the oldest planned step; returns what they mean for each request."""
         if not self._in_flight or plan is not self._in_flight[0]:
-            raise EngineError(
-                f"step {plan.step_id} is not the oldest step in flight: commit steps in the order of planning"
-            )
+            raise EngineError(f"step {plan.step_id} is not the oldest in flight: commit in the order of planning")
         self._in_flight.popleft()
         events, self._pending = self._pending, []
         for part, result in zip(plan.partitions, results, strict=True):
-            first_tokens = iter(result.first_tokens)
-            for chunk in part.prefill:
-                first = (next(first_tokens),) if chunk.final else ()
-                seat = chunk.seat
-                if not seat.live:
-                    continue
-                seat.in_flight -= 1
-                if first:
-                    events.append(self._extend(seat, first))
-                else:
-                    seat.confirmed = chunk.start + chunk.length
-                    if seat.confirmed >= seat.boundary:
-                        self._partitions[seat.partition].settle(seat)
+            self._commit_prefill(part.prefill, result.first_tokens, events)
             self._commit_decode(part.decode, result, events)
         return events
 
@@ -173,21 +128,20 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """Gauges and counters; costs nothing per request."""
-        names = [group.name for group in self._config.groups]
-        pools = {name: [p.pools[i] for p in self._partitions] for i, name in enumerate(names)}
-        total = {name: sum(pool.pages - 1 for pool in pools[name]) for name in names}
+        pools = {g.name: [p.pools[i] for p in self._partitions] for i, g in enumerate(self._config.groups)}
+        total = {name: sum(pool.pages - 1 for pool in group) for name, group in pools.items()}
         return SchedulerStats(
             running=len(self._running),
             waiting=len(self._waiting),
             in_flight_steps=len(self._in_flight),
-            pages_used={name: total[name] - sum(pool.available for pool in pools[name]) for name in names},
+            pages_used={name: total[name] - sum(pool.available for pool in group) for name, group in pools.items()},
             pages_total=total,
-            pages_cached={name: sum(len(pool.page_of) for pool in pools[name]) for name in names},
+            pages_cached={name: sum(len(pool.page_of) for pool in group) for name, group in pools.items()},
             seats_per_partition=tuple(partition.seated for partition in self._partitions),
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             preemptions=self._preemptions,
-            evictions=sum(pool.evictions for name in names for pool in pools[name]),
+            evictions=sum(pool.evictions for group in pools.values() for pool in group),
         )
 
     def check(self) -> None:
@@ -198,15 +152,11 @@ class Scheduler:
         for name, requests in (("running", running), ("waiting", list(self._waiting))):
             arrivals = [request.arrival for request in requests]
             assert arrivals == sorted(arrivals), f"{name} requests are out of order: {arrivals}"
-        assert {r.request_id for r in running + list(self._waiting)} == set(self._requests), "a request is lost"
-        assert len(self._requests) == len(running) + len(self._waiting), "a request is in two places"
+        everyone = sorted(request.request_id for request in [*running, *self._waiting])
+        assert everyone == sorted(self._requests), "a request is lost or in two places"
         assert len(running) <= self._config.max_num_seqs, f"{len(running)} requests run"
-        flights = [
-            seat
-            for step in self._in_flight
-            for p in step.partitions
-            for seat in [*p.decode, *(c.seat for c in p.prefill)]
-        ]
+        parts = [part for step in self._in_flight for part in step.partitions]
+        flights = [seat for part in parts for seat in [*part.decode, *(chunk.seat for chunk in part.prefill)]]
         for seat in self._running:
             who = seat.request.request_id
             assert seat.live and seat.request.seat is seat, f"{who}: the seat is stale"
@@ -231,13 +181,18 @@ class Scheduler:
             elif seat.lower < seat.last:
                 decoding.append(seat)
         budget = self._config.max_num_batched_tokens
-        seats = 0 if self._refused else self._config.max_num_seqs - len(self._running)
-        queue = list(itertools.islice(self._waiting, max(0, seats)))
+        tile = self._config.tile_tokens
+        seats = 0 if self._refused else max(0, self._config.max_num_seqs - len(self._running))
+        queue = sum(min(tile, len(request.tokens)) for request in itertools.islice(self._waiting, seats))
         if decoding:
-            tile = min(self._config.tile_tokens, budget // 2) if prefilling or queue else 0
-            budget -= self._plan_decode(decoding, max(self._config.decode_rows, budget - tile))
-        if prefilling or self._waiting:
-            self._plan_prefill(prefilling, queue, budget, preemptions)
+            kept = min(tile, budget // 2) if prefilling or queue else 0
+            budget -= self._plan_decode(decoding, max(self._config.decode_rows, budget - kept))
+        if prefilling:
+            budget = self._plan_prefill(prefilling, budget, queue)
+        self._refused = False
+        # A newcomer must not get the pages that someone was just preempted for.
+        if self._waiting and self._preemptions == preemptions:
+            self._plan_admission(budget, queue)
         if self._preemptions != preemptions:
             for partition in self._partitions:
                 plan = partition.plan
@@ -264,32 +219,32 @@ class Scheduler:
                 plans[seat.partition].append(seat)
         return len(decoding) * rows
 
-    def _plan_prefill(
-        self, prefilling: list[Seat], queue: list[ScheduledRequest], budget: int, preemptions: int
-    ) -> None:
-        """Plans chunks of seated requests, then seats waiting ones. `queue`: those who may hope for a seat in this step."""
+    def _plan_prefill(self, prefilling: list[Seat], budget: int, queue: int) -> int:
+        """Plans chunks of seated requests, leaving `queue` tokens to waiting ones; returns the budget for those."""
         tile = self._config.tile_tokens
         shares = [min(tile, seat.target - seat.lower) for seat in prefilling]
-        behind = sum(shares) + sum(min(tile, len(request.tokens)) for request in queue)
-        held_back = False
+        behind = sum(shares) + queue
         for seat, share in zip(prefilling, shares, strict=True):
             behind -= share
             if not seat.live:
                 continue
-            length = self._chunk(seat.target - seat.lower, budget, behind, self._partitions[seat.partition].room)
+            room = self._partitions[seat.partition].room
+            if not room:
+                continue
+            length = self._chunk(seat.target - seat.lower, budget, behind, room)
             if not length:
-                held_back = True
-            elif seat.lower + length <= seat.capacity or self._reserve(seat, seat.lower + length):
+                return 0  # a whole prompt that waits for more budget must not be overtaken by shorter ones
+            if seat.lower + length <= seat.capacity or self._reserve(seat, seat.lower + length):
                 self._add_chunk(seat, length)
                 budget -= length
-        self._refused = False
-        # A newcomer must not get the pages that someone was just preempted for, nor overtake a seated request.
-        if held_back or self._preemptions != preemptions:
-            return
+        return budget
+
+    def _plan_admission(self, budget: int, queue: int) -> None:
+        """Seats waiting requests in order of arrival and plans their first chunks."""
         while self._waiting and budget > 0 and len(self._running) < self._config.max_num_seqs:
             request = self._waiting[0]
-            behind = max(0, behind - min(tile, len(request.tokens)))
-            length = self._seat(request, budget, behind)
+            queue = max(0, queue - min(self._config.tile_tokens, len(request.tokens)))
+            length = self._seat(request, budget, queue)
             if not length:
                 self._refused = True
                 return
@@ -313,18 +268,9 @@ class Scheduler:
         partition.room -= -(-length // tile) * tile
 
     def _seat(self, request: ScheduledRequest, budget: int, behind: int) -> int:
-        """Seats the head of the queue where its prefix is, else where it is emptiest; its first chunk's length, 0 if nowhere.
-
-        Where a prefix is held but cannot be used for want of pages, the request starts cold rather than not at all.
-        """
+        """Seats the head of the queue and plans its first chunk; returns that one's length, 0 if no partition takes it."""
         known = len(request.tokens)
-        count = len(self._partitions)
-        places = [(partition.lookup(request), partition) for partition in self._partitions]
-        places.sort(key=lambda at: (-at[0].tokens, at[1].seated, (at[1].index - self._next_partition) % count))
-        cold = sorted((at for at in places if at[0].tokens), key=lambda at: at[1].seated)
-        attempts = [(hit.tokens, hit.reason, partition) for hit, partition in places]
-        attempts += [(0, f"{hit.reason}; started cold for want of pages", partition) for hit, partition in cold]
-        for hit, reason, partition in attempts:
+        for hit, reason, partition in attempts(self._partitions, request, self._next_partition):
             length = self._chunk(known - hit, budget, behind, partition.room)
             if not length:
                 if hit:
@@ -334,7 +280,7 @@ class Scheduler:
             if seat is None:
                 continue
             bisect.insort(self._running, seat, key=_arrival)
-            self._next_partition = (partition.index + 1) % count
+            self._next_partition = (partition.index + 1) % len(self._partitions)
             self._prefix_queries += known
             self._prefix_hits += hit
             if not request.preemptions:
@@ -394,6 +340,19 @@ class Scheduler:
 
     # Results
 
+    def _commit_prefill(self, chunks: list[PrefillChunk], tokens: Sequence[int], events: list[RequestEvent]) -> None:
+        first_tokens = iter(tokens)
+        for chunk in chunks:
+            seat = chunk.seat
+            token = next(first_tokens) if chunk.final else None
+            if seat.live:
+                seat.in_flight -= 1
+                if token is not None:
+                    events.append(self._extend(seat, (token,)))
+                else:
+                    seat.confirmed = chunk.start + chunk.length
+                    self._partitions[seat.partition].settle(seat)
+
     def _commit_decode(self, seats: list[Seat], result: PartitionResult, events: list[RequestEvent]) -> None:
         rows, drafts = self._config.decode_rows, self._config.num_speculative_tokens
         proposed = result.proposed if drafts else itertools.repeat(0, len(seats))
@@ -430,8 +389,7 @@ class Scheduler:
             self._partitions[seat.partition].settle(seat)
         if finish:
             self._leave(request)
-            drafted = min(drafted, len(tokens))
-        return RequestEvent(request, tokens, drafted, finish)
+        return RequestEvent(request, tokens, min(drafted, len(tokens)), finish)
 
     def _leave(self, request: ScheduledRequest) -> None:
         """Removes a request from wherever it is."""

@@ -62,7 +62,7 @@ def reference(prompt: list[int], limit: int, eos: int | None) -> list[int]:
         done = len(history)
         rows = _row_values(0, known)
         positions = np.arange(done, len(known))
-        hidden = _hidden(rows[done:], positions, {name: (0, rows) for name in WINDOWS})
+        hidden = _hidden(rows[done:], positions, dict.fromkeys(WINDOWS, (0, rows)))
         history = np.concatenate([history, hidden])
         known += _tokens(history, np.array([len(known) - 1]))
         if len(known) >= limit or known[-1] == eos:
