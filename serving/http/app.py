@@ -22,7 +22,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, *, settings: HttpSett
     app.include_router(completions.router(server))
     errors.install(app)
     # Added last runs first: a request is logged, then its origin, key and size are checked.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.cors_origins:

@@ -40,7 +40,7 @@ def router(server: Server) -> APIRouter:
             server.log(request, generations)
 
         if body.wants_stream(settings.defaults):
-            return EventStream(answer.events(), timeout_s=settings.request_timeout_s, on_close=close)
+            return EventStream(answer.events(), settings=settings, on_close=close)
         try:
             whole = await while_connected(request.receive, answer.collect(), settings.request_timeout_s)
         finally:

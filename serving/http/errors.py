@@ -28,6 +28,10 @@ class PayloadTooLargeError(RequestError):
     """A body above the server's limit."""
 
 
+class SlowBodyError(RequestError):
+    """A body that takes too long to arrive."""
+
+
 def error_body(message: str, *, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
@@ -43,6 +47,8 @@ def describe(error: Dsv4Error) -> tuple[int, dict[str, Any], dict[str, str]]:
             return 404, error_body(str(error), kind="invalid_request_error", param=error.param, code=code), {}
         case PayloadTooLargeError():
             return 413, error_body(str(error), kind="invalid_request_error", code="payload_too_large"), {}
+        case SlowBodyError():
+            return 408, error_body(str(error), kind="timeout_error", code="body_timeout"), {}
         case RequestError():
             body = error_body(str(error), kind="invalid_request_error", param=error.param, code=error.code)
             return 400, body, {}

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from dsv4.errors import Dsv4Error
 from serving.http.errors import ClientGoneError, RequestTimeoutError, describe
+from serving.http.settings import HttpSettings
 
 T = TypeVar("T")
 
@@ -63,23 +64,27 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncGenerator[dict[str, Any]], *, timeout_s: float, on_close: Callable[[], None]
+        self, events: AsyncGenerator[dict[str, Any]], *, settings: HttpSettings, on_close: Callable[[], None]
     ) -> None:
         self.status_code = 200
         self.background = None
         self.init_headers({"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._events = events
-        self._timeout_s = timeout_s
+        self._settings = settings
         self._on_close = on_close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def emit(data: bytes, *, more: bool = True) -> None:
-            await send({"type": "http.response.body", "body": data, "more_body": more})
+            try:
+                async with asyncio.timeout(self._settings.stall_timeout_s):
+                    await send({"type": "http.response.body", "body": data, "more_body": more})
+            except TimeoutError:
+                raise ClientGoneError from None
 
         try:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             try:
-                await while_connected(receive, self._pump(emit), self._timeout_s)
+                await while_connected(receive, self._pump(emit), self._settings.request_timeout_s)
             except Dsv4Error as error:
                 await emit(_event(describe(error)[1]))
             await emit(b"data: [DONE]\n\n", more=False)

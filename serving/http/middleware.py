@@ -1,5 +1,6 @@
 """The manners around every route, as plain ASGI: request ids and access log, API keys, body limit."""
 
+import asyncio
 import hashlib
 import hmac
 import json
@@ -13,7 +14,8 @@ from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.http.errors import PayloadTooLargeError, describe, error_body
+from dsv4.errors import RequestError
+from serving.http.errors import ClientGoneError, PayloadTooLargeError, SlowBodyError, describe, error_body
 
 access_logger = logging.getLogger("dsv4.access")
 
@@ -92,29 +94,28 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Refuses bodies above a size: by their declared length, else as soon as too much has come."""
+    """Refuses bodies above a size, by their declared length or as soon as too much has come, and bodies that dawdle."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._timeout_s = timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
         declared = Headers(scope=scope).get("content-length", "0")
-        if declared.isdecimal() and int(declared) > self._max_bytes:
-            return await self._refuse(scope, receive, send)
-        body = bytearray()
-        while True:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message.get("body", b"")
-            if len(body) > self._max_bytes:
-                return await self._refuse(scope, receive, send)
-            if not message.get("more_body"):
-                break
-        whole: Message | None = {"type": "http.request", "body": bytes(body), "more_body": False}
+        try:
+            if declared.isdecimal() and int(declared) > self._max_bytes:
+                raise self._too_large()
+            body = await self._read(receive)
+        except RequestError as error:
+            status, content, headers = describe(error)
+            # The rest of the body is not read, so the connection cannot be used again.
+            return await JSONResponse(content, status, {**headers, "Connection": "close"})(scope, receive, send)
+        except ClientGoneError:
+            return
+        whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
 
         async def replay() -> Message:
             nonlocal whole
@@ -125,8 +126,21 @@ class BodyLimit:
 
         await self._app(scope, replay, send)
 
-    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = PayloadTooLargeError(f"the body is larger than the {self._max_bytes} bytes this server accepts")
-        status, body, headers = describe(error)
-        # The rest of the body is not read; the connection cannot be used again.
-        await JSONResponse(body, status, {**headers, "Connection": "close"})(scope, receive, send)
+    async def _read(self, receive: Receive) -> bytes:
+        body = bytearray()
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                while True:
+                    message = await receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientGoneError
+                    body += message.get("body", b"")
+                    if len(body) > self._max_bytes:
+                        raise self._too_large()
+                    if not message.get("more_body"):
+                        return bytes(body)
+        except TimeoutError:
+            raise SlowBodyError(f"the body did not arrive within {self._timeout_s:g} s") from None
+
+    def _too_large(self) -> PayloadTooLargeError:
+        return PayloadTooLargeError(f"the body is larger than the {self._max_bytes} bytes this server accepts")

@@ -65,6 +65,9 @@ _CHECKS = {
 }
 
 
+_TIMES = ("body_timeout_s", "request_timeout_s", "stall_timeout_s", "health_timeout_s")
+
+
 @dataclass(frozen=True, kw_only=True)
 class HttpSettings:
     """Limits and manners of one server.
@@ -72,7 +75,9 @@ class HttpSettings:
     api_keys: when given, every path but `/health` and the page at `/` wants `Authorization: Bearer KEY`.
     cors_origins: browser origins that may call this server; none by default.
     max_body_bytes: larger requests get 413. max_prompts: prompts in one completion request.
+    body_timeout_s: a body must have arrived by then (408).
     request_timeout_s: a request still running then is aborted (504, or an error event in a stream).
+    stall_timeout_s: a client that reads nothing of its stream for so long is taken to be gone.
     log_text: write prompts and completions to the access log; off, because they are the users'.
     """
 
@@ -81,13 +86,15 @@ class HttpSettings:
     cors_origins: tuple[str, ...] = ()
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 64
+    body_timeout_s: float = 60.0
     request_timeout_s: float = 3600.0
+    stall_timeout_s: float = 60.0
     health_timeout_s: float = 5.0
     log_text: bool = False
 
     def __post_init__(self) -> None:
         if any(not key for key in self.api_keys):
             raise ConfigError("--api-key: a key must not be empty; leave the flag out to serve without keys")
-        for name in ("max_body_bytes", "max_prompts", "request_timeout_s", "health_timeout_s"):
+        for name in ("max_body_bytes", "max_prompts", *_TIMES):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")

