@@ -3,9 +3,9 @@
 The edge owns text (tokenising, stop strings, chat, tools), the engine owns steps (scheduling, EOS, `max_tokens`).
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from serving.request import EngineOutput, SamplingParams, Speculation
 
@@ -61,3 +61,19 @@ class EngineClient(Protocol):
     def why_missed(self, request_id: str) -> str | None:
         """Why the prefix cache gave this request less than its whole prompt; None where there is nothing to say."""
         ...
+
+
+class GrammarCompiler(Protocol):
+    """Compiles what an answer must look like into `SamplingParams.grammar` (`serving.grammar` is one).
+
+    thinking: the answer begins inside `<think>`, and the constraint holds from `</think>` on.
+    Every method raises RequestError for what cannot be compiled.
+    """
+
+    def tools(self, functions: Sequence[Mapping[str, Any]], *, choice: str, parallel: bool, thinking: bool) -> object:
+        """Calls of `functions` ({"name", "parameters", "strict"}); choice: auto, required or the name of one."""
+        ...
+
+    def json_schema(self, schema: Mapping[str, Any], *, thinking: bool) -> object: ...
+
+    def json_object(self, *, thinking: bool) -> object: ...

@@ -52,7 +52,7 @@ class Tokenizer:
         vocabulary = backend.get_vocab(with_added_tokens=True)
         self.vocab_size = max(vocabulary.values()) + 1
         self._controls = {token["content"]: token["id"] for token in spec["added_tokens"]}
-        self._control_ids = frozenset(self._controls.values())
+        self.control_ids = frozenset(self._controls.values())
         self.special_ids = frozenset(token["id"] for token in spec["added_tokens"] if token["special"])
         self._raw_bytes = [b""] * self.vocab_size
         for token, token_id in vocabulary.items():
@@ -98,13 +98,13 @@ class Tokenizer:
         Equal to `encode` wherever no control token is spelled.
         """
         encoding = self._backend.encode(text, add_special_tokens=False)
-        if len(text) == 1 or self._control_ids.isdisjoint(encoding.ids):
+        if len(text) == 1 or self.control_ids.isdisjoint(encoding.ids):
             return encoding.ids
         # Cutting each look-alike after its first character leaves pieces in which it cannot match.
         cuts = [
             start + 1
             for token_id, (start, _) in zip(encoding.ids, encoding.offsets, strict=True)
-            if token_id in self._control_ids
+            if token_id in self.control_ids
         ]
         bounds = [0, *cuts, len(text)]
         pieces = (text[start:end] for start, end in itertools.pairwise(bounds))

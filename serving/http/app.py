@@ -3,23 +3,37 @@
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from serving.http import completions, errors, service
+from serving.http import chat_completions, completions, errors, service
 from serving.http.context import Server
 from serving.http.middleware import AccessLog, ApiKeys, BodyLimit
+from serving.http.protocol_texts import ProtocolTexts
 from serving.http.settings import HttpSettings
 from serving.metrics import Metrics
-from serving.protocol import EngineClient
+from serving.protocol import EngineClient, GrammarCompiler
 from serving.tokenizer import Tokenizer
 
 
-def create_app(engine: EngineClient, tokenizer: Tokenizer, *, settings: HttpSettings | None = None) -> FastAPI:
-    """An ASGI app that serves `engine`. `app.state.server` is its `Server`."""
+def create_app(
+    engine: EngineClient,
+    tokenizer: Tokenizer,
+    *,
+    settings: HttpSettings | None = None,
+    texts: ProtocolTexts | None = None,
+    grammars: GrammarCompiler | None = None,
+) -> FastAPI:
+    """An ASGI app that serves `engine`; `app.state.server` is its `Server`.
+
+    texts: the checkpoint's protocol texts; without them tools are refused.
+    grammars: only for an engine that honours `SamplingParams.grammar`; without it constrained output is refused.
+    """
     settings = settings or HttpSettings()
-    server = Server(engine, tokenizer, settings, Metrics(engine, engine.model_name))
+    metrics = Metrics(engine, engine.model_name)
+    server = Server(engine, tokenizer, settings, metrics, texts or ProtocolTexts(), grammars)
     app = FastAPI(title="dsv4", version=service.package_version(), redoc_url=None, docs_url=None)
     app.state.server = server
     app.include_router(service.router(server))
     app.include_router(completions.router(server))
+    app.include_router(chat_completions.router(server))
     errors.install(app)
     # Added last runs first: a request is logged, then its origin, key and size are checked.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)

@@ -3,21 +3,25 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import Request
 
-from dsv4.errors import OverloadedError, UnknownModelError
+from dsv4.errors import OverloadedError, RequestError, UnknownModelError
 from serving.generation import Delta, Generation, Usage
+from serving.http.chat import CONTROLS
+from serving.http.protocol_texts import ProtocolTexts
 from serving.http.settings import HttpSettings
 from serving.metrics import Metrics
-from serving.protocol import EngineClient
+from serving.protocol import EngineClient, GrammarCompiler
 from serving.request import SamplingParams
 from serving.tokenizer import Tokenizer
 
-# Above this many characters tokenising takes long enough (milliseconds) to hold up other clients' streams.
+T = TypeVar("T")
+
+# Tokenising this many characters takes about 2 ms.
 _THREAD_CHARS = 8192
 
 
@@ -29,6 +33,8 @@ class Server:
     tokenizer: Tokenizer
     settings: HttpSettings
     metrics: Metrics
+    texts: ProtocolTexts
+    grammars: GrammarCompiler | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
 
@@ -40,15 +46,20 @@ class Server:
             )
         return self.engine.model_name
 
-    async def encode(self, text: str, *, content: bool = False) -> list[int]:
-        """Token ids of a prompt, without holding up the event loop for long ones."""
-        encode = self.tokenizer.encode_content if content else self.tokenizer.encode
-        if len(text) < _THREAD_CHARS:
-            return encode(text)
-        return await asyncio.to_thread(encode, text)
+    @property
+    def no_chat(self) -> str | None:
+        """Why this vocabulary cannot hold a conversation, or None."""
+        lacking = ", ".join(name for name in CONTROLS if self.tokenizer.find_control(name) is None)
+        return f"this tokenizer lacks {lacking}: chat is not possible, use /v1/completions" if lacking else None
 
-    def generate(self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams) -> list[Generation]:
-        """Submits all prompts or none."""
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a raw prompt."""
+        return await off_loop(len(text), self.tokenizer.encode, text)
+
+    def generate(
+        self, name: str, prompts: Sequence[Sequence[int]], params: SamplingParams, *, param: str = "prompt"
+    ) -> list[Generation]:
+        """Submits all prompts or none. Refusals of a prompt name the request's field `param`."""
         if self.draining:
             raise OverloadedError("the server is shutting down; send this to another one", retry_after_s=5)
         started: list[Generation] = []
@@ -59,8 +70,10 @@ class Server:
                         self.engine, self.tokenizer, f"{name}-{index}", prompt_ids, params, self.metrics.observe()
                     )
                 )
-        except BaseException:
+        except BaseException as error:
             close_all(started)
+            if isinstance(error, RequestError) and error.param == "prompt":
+                error.param = param
             raise
         return started
 
@@ -77,6 +90,11 @@ class Server:
         if missed := self.engine.why_missed(generations[0].request_id):
             entry["prefix_cache"] = missed
         request.state.access = getattr(request.state, "access", {}) | entry
+
+
+async def off_loop(chars: int, work: Callable[..., T], *args: Any) -> T:
+    """Calls `work` here, or in a thread where so much text would hold up other clients' streams."""
+    return work(*args) if chars < _THREAD_CHARS else await asyncio.to_thread(work, *args)
 
 
 def close_all(generations: Sequence[Generation]) -> None:

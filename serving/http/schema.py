@@ -184,15 +184,6 @@ class CompletionBody(SamplingBody):
     }
 
 
-class TokenizeBody(Body):
-    """POST /tokenize with a raw prompt."""
-
-    model: str | None = None
-    prompt: str
-    add_special_tokens: bool | None = None
-    return_token_strs: bool | None = None
-
-
 class DetokenizeBody(Body):
     """POST /detokenize."""
 

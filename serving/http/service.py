@@ -8,9 +8,11 @@ from fastapi import APIRouter, Response
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from dsv4.errors import EngineError, RequestError
+from serving.http.chat_completions import chat_ids
+from serving.http.chat_schema import TokenizeBody
 from serving.http.context import Server
 from serving.http.lifetime import JsonResponse
-from serving.http.schema import DetokenizeBody, TokenizeBody
+from serving.http.schema import DetokenizeBody
 
 
 def package_version() -> str:
@@ -66,7 +68,7 @@ def router(server: Server) -> APIRouter:
         server.check_model(body.model)
         if body.add_special_tokens:
             raise RequestError("add_special_tokens: a raw prompt gets none", param="add_special_tokens")
-        ids = await server.encode(body.prompt)
+        ids = await (chat_ids(server, body) if body.prompt is None else server.encode(body.prompt))
         answer = {"count": len(ids), "max_model_len": engine.max_model_len, "tokens": ids}
         if body.return_token_strs:
             answer["token_strs"] = [server.tokenizer.token_text(i) for i in ids]

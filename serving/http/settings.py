@@ -78,7 +78,7 @@ class HttpSettings:
     body_timeout_s: a body must have arrived by then (408).
     request_timeout_s: a request still running then is aborted (504, or an error event in a stream).
     stall_timeout_s: a client that reads nothing of its stream for so long is taken to be gone.
-    log_text: write prompts and completions to the access log; off, because they are the users'.
+    thinking: whether chat thinks when the request does not say.
     """
 
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -90,7 +90,7 @@ class HttpSettings:
     request_timeout_s: float = 3600.0
     stall_timeout_s: float = 60.0
     health_timeout_s: float = 5.0
-    log_text: bool = False
+    thinking: bool = False
 
     def __post_init__(self) -> None:
         if any(not key for key in self.api_keys):

@@ -4,9 +4,9 @@ import json
 
 import openai
 import pytest
-from toy_engine import ToyEngine
 
 from serving.http.settings import GenerationDefaults
+from tests.support.toy_engine import ToyEngine
 
 
 def events(response):

