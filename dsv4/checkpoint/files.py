@@ -8,11 +8,12 @@ Layout: u64 header length, JSON header {name: {dtype, shape, data_offsets}}, the
 
 import errno
 import hashlib
+import io
 import json
 import mmap
 import os
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -52,19 +53,30 @@ class Shard:
         dtype, count = TORCH_DTYPES[spec.dtype], spec.nbytes // ITEMSIZE[spec.dtype]
         return torch.frombuffer(self._map, dtype=dtype, count=count, offset=self.begins[name]).view(spec.shape)
 
-    def read(self, name: str) -> Tensor:
-        """The tensor in memory of its own, so that a long conversion does not keep the whole file mapped."""
+    def pieces(self, name: str, rows: int) -> Iterator[Tensor]:
+        """The tensor as blocks of at most `rows` rows, each in memory of its own: nothing stays mapped or cached."""
         spec = self.specs[name]
-        buffer = bytearray(spec.nbytes)
+        total, *tail = spec.shape
+        row_bytes = spec.nbytes // total
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.begins[name])
-            got, view = 0, memoryview(buffer)
-            while got < spec.nbytes:
-                count = file.readinto(view[got:])
-                if not count:
-                    raise CheckpointError(f"{self.path}: ends inside {name}; the file shrank while it was read")
-                got += count
-        return torch.frombuffer(buffer, dtype=TORCH_DTYPES[spec.dtype]).view(spec.shape)
+            for first in range(0, total, rows):
+                count = min(rows, total - first)
+                buffer = bytearray(count * row_bytes)
+                self._fill(file, buffer, name)
+                yield torch.frombuffer(buffer, dtype=TORCH_DTYPES[spec.dtype]).view(count, *tail)
+
+    def read(self, name: str) -> Tensor:
+        """The whole tensor in memory of its own."""
+        return next(self.pieces(name, self.specs[name].shape[0]))
+
+    def _fill(self, file: io.RawIOBase, buffer: bytearray, name: str) -> None:
+        view = memoryview(buffer)
+        while view:
+            count = file.readinto(view)
+            if not count:
+                raise CheckpointError(f"{self.path}: ends inside {name}; the file shrank while it was read")
+            view = view[count:]
 
 
 def open_shard(path: Path) -> Shard:
@@ -136,7 +148,7 @@ class ShardWriter:
         self._data, self.nbytes = 8 + len(text), 8 + len(text) + end
         self.header_sha256 = hashlib.sha256(text).hexdigest()
         self._digests: dict[str, bytes] = {}
-        self._fd = os.open(self._temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._file = self._temporary.open("wb", buffering=0)
         try:
             self._write_at(0, memoryview(struct.pack("<Q", len(text)) + text))
         except BaseException:
@@ -144,18 +156,26 @@ class ShardWriter:
             raise
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Writes a whole tensor, whose bytes must be those the spec promised."""
-        data = _bytes_of(tensor)
-        assert len(data) == self._sizes[name], f"{name}: {len(data)} bytes, the header promises {self._sizes[name]}"
-        self._write_at(self._data + self._begins[name], data)
-        self._digests[name] = hashlib.sha256(data).digest()
+        """Writes a whole tensor."""
+        self.write_pieces(name, [tensor])
+
+    def write_pieces(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """Writes a tensor given as blocks of rows, whose bytes must add up to those the spec promised."""
+        begin, digest, done = self._data + self._begins[name], hashlib.sha256(), 0
+        for piece in pieces:
+            data = _bytes_of(piece)
+            self._write_at(begin + done, data)
+            digest.update(data)
+            done += len(data)
+        assert done == self._sizes[name], f"{name}: {done} bytes, the header promises {self._sizes[name]}"
+        self._digests[name] = digest.digest()
 
     def commit(self) -> str:
         """Flushes, gives the file its name, and returns the digest."""
         missing = [spec.name for spec in self._specs if spec.name not in self._digests]
         assert not missing, f"{self.path}: never written: {missing[:3]}"
-        os.fsync(self._fd)
-        os.close(self._fd)
+        os.fsync(self._file.fileno())
+        self._file.close()
         os.replace(self._temporary, self.path)
         sync_directory(self.path.parent)
         combined = hashlib.sha256(self.header_sha256.encode())
@@ -164,13 +184,13 @@ class ShardWriter:
         return combined.hexdigest()
 
     def abort(self) -> None:
-        """Drops what was written so far."""
-        os.close(self._fd)
+        """Drops what was written so far. No thread may be writing any more."""
+        self._file.close()
         self._temporary.unlink(missing_ok=True)
 
     def _write_at(self, offset: int, data: memoryview) -> None:
         while data:
-            written = os.pwrite(self._fd, data, offset)
+            written = os.pwrite(self._file.fileno(), data, offset)
             if not written:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._temporary))
             offset, data = offset + written, data[written:]

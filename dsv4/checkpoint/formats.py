@@ -44,28 +44,45 @@ def decode_e8m0(scale: UInt8[Tensor, "*S"], name: str) -> Float[Tensor, "*S"]:
     nans = int((scale == 255).sum())
     if nans:
         raise CheckpointError(f"{name}: {nans} of {scale.numel()} E8M0 scales are 0xFF (NaN); the file is damaged")
-    return _lookup(_E8M0, scale)
+    return torch.index_select(_E8M0, 0, scale.flatten().int()).view(scale.shape)
 
 
-def _lookup(table: Tensor, codes: UInt8[Tensor, "..."]) -> Tensor:
-    # int32 indices: half the traffic of the int64 that plain indexing would make.
-    return torch.index_select(table, 0, codes.flatten().int()).view(codes.shape)
+class Scratch:
+    """Memory for decoding blocks of at most `values` values; each decode into it overwrites the one before.
+
+    Allocating a megabyte per block costs more in page faults than all the arithmetic on it.
+    """
+
+    def __init__(self, values: int) -> None:
+        self._codes = torch.empty(values, dtype=torch.int32)
+        self._values = torch.empty(values)
+
+    def lookup(self, table: Tensor, codes: UInt8[Tensor, "R C"]) -> Tensor:
+        """table[codes], in this memory. int32 indices: half the traffic of the int64 that plain indexing makes."""
+        index = self._codes[: codes.numel()].copy_(codes.flatten())
+        out = self._values.view(table.dtype)[: codes.numel()]
+        return torch.index_select(table, 0, index, out=out).view(codes.shape)
 
 
 def decode_fp8(
-    weight: UInt8[Tensor, "R C"], scale: Float[Tensor, "TR TC"], *, first_row: int = 0
+    weight: UInt8[Tensor, "R C"], scale: Float[Tensor, "TR TC"], *, first_row: int = 0, scratch: Scratch | None = None
 ) -> Float[Tensor, "R C"]:
     """Rows `first_row`.. of an FP8 matrix; `scale` is the decoded grid of the whole matrix."""
     rows, cols = weight.shape
-    out = _lookup(_E4M3, weight)
+    out = (scratch or Scratch(weight.numel())).lookup(_E4M3, weight)
     tile_of_row = torch.arange(first_row, first_row + rows) // TILE
-    return out.mul_(scale[tile_of_row].repeat_interleave(TILE, dim=1)[:, :cols])
+    for tile in range(scale.shape[1]):
+        columns = slice(tile * TILE, min((tile + 1) * TILE, cols))
+        out[:, columns].mul_(scale[tile_of_row, tile, None])
+    return out
 
 
-def decode_mxfp4(weight: UInt8[Tensor, "R C2"], scale: Float[Tensor, "R G"]) -> Float[Tensor, "R 2*C2"]:
+def decode_mxfp4(
+    weight: UInt8[Tensor, "R C2"], scale: Float[Tensor, "R G"], *, scratch: Scratch | None = None
+) -> Float[Tensor, "R 2*C2"]:
     """Rows of an MXFP4 matrix and their decoded group scales."""
     rows, half = weight.shape
-    out = _lookup(_E2M1_PAIRS, weight).view(torch.float32)
+    out = (scratch or Scratch(2 * weight.numel())).lookup(_E2M1_PAIRS, weight).view(torch.float32)
     return out.view(rows, -1, GROUP).mul_(scale.unsqueeze(-1)).view(rows, 2 * half)
 
 
@@ -74,14 +91,14 @@ def decode_int8(values: Int8[Tensor, "R C"], scale: Float[Tensor, " R"]) -> Floa
     return values.float().mul_(scale.unsqueeze(-1))
 
 
-def int8_scale(weight: Float[Tensor, "R C"]) -> Float[Tensor, " R"]:
-    """Per-row scale amax / 127, amax floored at 1e-4 (checkpoint.md 2.2). NaN and infinity pass through."""
-    return weight.abs().amax(1).clamp_min_(AMAX_FLOOR).div_(127)
+def int8_scale(amax: Float[Tensor, " R"]) -> Float[Tensor, " R"]:
+    """Per-row scale from the row's largest magnitude: amax / 127, amax floored at 1e-4 (checkpoint.md 2.2)."""
+    return amax.clamp_min(AMAX_FLOOR).div_(127)
 
 
 def quantize_int8(weight: Float[Tensor, "R C"]) -> tuple[Int8[Tensor, "R C"], Float[Tensor, " R"]]:
     """Symmetric int8 per row: round half to even, within [-127, 127]; -128 never occurs."""
-    scale = int8_scale(weight)
+    scale = int8_scale(weight.abs().amax(1))
     return (weight / scale.unsqueeze(-1)).round_().clamp_(-127, 127).to(torch.int8), scale
 
 
