@@ -15,7 +15,8 @@ from random import Random
 
 import numpy as np
 
-from serving.plan import PartitionPlan, PartitionResult, SchedulerConfig, StepPlan
+from serving.plan import PartitionPlan, PartitionResult, ScheduledRequest, SchedulerConfig, StepPlan
+from serving.scheduler import Scheduler
 
 VOCABULARY = 61
 WINDOWS = {"window": 128, "tail": 8, "open": 128}
@@ -106,6 +107,13 @@ class ToyDevice:
         """Queues a step with a snapshot of its tokens, as an engine's copy to the device would take it."""
         self._queue.append([(part, [c.tokens for c in part.prefill], part.slots) for part in plan.partitions])
 
+    def lose(self) -> None:
+        """Forgets queued steps and scrambles every page, as a crash would."""
+        self._queue.clear()
+        for pools in self._pools:
+            for pool in pools.values():
+                pool[:] = np.uint64(self._random.getrandbits(60))
+
     def run(self) -> list[PartitionResult]:
         """Runs the oldest queued step."""
         return [self._run(i, *work) for i, work in enumerate(self._queue.popleft())]
@@ -143,19 +151,17 @@ class ToyDevice:
             rows = _row_values(start, tokens)
             for name in WINDOWS:
                 self._write(index, name, slot, start, rows, writers)
-        hidden = []
-        for slot, start, tokens in work:
-            positions = np.arange(start, start + len(tokens))
+        ranges = [np.arange(start, start + len(tokens)) for _, start, tokens in work]
+        for (slot, start, tokens), positions in zip(work, ranges, strict=True):
             gathered = {}
             for name, window in WINDOWS.items():
                 base = start // 128 * 128 if name == "open" else max(0, start - window + 1)
                 gathered[name] = (base, self._read(index, name, slot, base, start + len(tokens)))
             rows = _hidden(_row_values(start, tokens), positions, gathered)
             self._write(index, "history", slot, start, rows, writers)
-            hidden.append(positions)
         return [
             _tokens(self._read(index, "history", slot, 0, start + len(tokens)), positions)
-            for (slot, start, tokens), positions in zip(work, hidden, strict=True)
+            for (slot, start, tokens), positions in zip(work, ranges, strict=True)
         ]
 
     def _pages(self, index: int, name: str, slot: int, positions: np.ndarray) -> np.ndarray:
@@ -209,9 +215,9 @@ class ToyDevice:
 class ToyServer:
     """Scheduler and device in one loop; every finished request is compared with its lone run."""
 
-    def __init__(self, scheduler, acceptance: float = 0.7, seed: int = 0, check: bool = True):
-        self.scheduler = scheduler
-        self.config = scheduler._config
+    def __init__(self, config: SchedulerConfig, acceptance: float = 0.7, seed: int = 0, check: bool = True):
+        self.config = config
+        self.scheduler = Scheduler(config)
         self.scripts: dict[str, list[int]] = {}
         self.device = ToyDevice(self.config, self.scripts, acceptance, seed)
         self.flight: deque[StepPlan] = deque()
@@ -220,6 +226,7 @@ class ToyServer:
         self.steps = 0
         self.check = check
         self.streams: dict[str, list[int]] = {}
+        self.seated: list[int] = []  # arrivals in the order of their first seating
         self._references: dict = {}
 
     def add(self, request) -> None:
@@ -243,6 +250,9 @@ class ToyServer:
             self.steps += 1
             self.flight.append(plan)
             self.device.submit(plan)
+            chunks = [chunk for part in plan.partitions for chunk in part.prefill]
+            new = [c.seat.request for c in chunks if c.start == c.seat.request.cached_tokens]
+            self.seated += sorted(request.arrival for request in new if not request.preemptions)
         if self.check:
             self.scheduler.check()
         return plan
@@ -279,6 +289,15 @@ class ToyServer:
             return True
         return False
 
+    def fail(self, error: str) -> None:
+        """The device loses everything it had queued."""
+        for event in self.scheduler.fail(error):
+            assert (event.finish_reason, event.error) == ("error", error)
+            self.finished[event.request.request_id] = event
+        self.flight.clear()
+        self.device.lose()
+        self.scheduler.check()
+
     def drain(self, most: int = 100_000) -> None:
         """Runs to the end and asserts that everything came back."""
         for _ in range(most):
@@ -288,3 +307,20 @@ class ToyServer:
         stats = self.scheduler.stats()
         assert not any(stats.pages_used.values()), f"pages leaked: {stats.pages_used}"
         assert stats.running == stats.waiting == stats.in_flight_steps == 0
+
+
+def prompt_of(length: int, seed: int = 0) -> list[int]:
+    """Random tokens; a shorter prompt of a seed is a prefix of a longer one."""
+    random = Random(seed)
+    return [random.randrange(VOCABULARY) for _ in range(length)]
+
+
+def make_server(pages: int | dict = 400, acceptance=0.7, seed=0, check=True, **settings) -> ToyServer:
+    """A server of eight seats, 256 tokens a step and the same number of pages in every group, unless told otherwise."""
+    counts = pages if isinstance(pages, dict) else dict.fromkeys(("history", "window", "tail", "open"), pages)
+    settings = {"max_model_len": 1024, "max_num_seqs": 8, "max_num_batched_tokens": 256} | settings
+    return ToyServer(SchedulerConfig(pages=counts, **settings), acceptance, seed, check)
+
+
+def make_request(name: str, prompt: list[int], max_tokens: int = 8, **options) -> ScheduledRequest:
+    return ScheduledRequest(request_id=name, tokens=list(prompt), max_tokens=max_tokens, **options)
