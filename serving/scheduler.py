@@ -86,10 +86,10 @@ class Scheduler:
     def abort(self, request_id: str, reason: FinishReason = FinishReason.ABORTED) -> RequestEvent | None:
         """Ends a request at once and frees its pages; what it has in flight is dropped. None if it is not known (any more)."""
         request = self._requests.get(request_id)
-        if request is None:
-            return None
-        self._leave(request)
-        return RequestEvent(request, (), finish_reason=reason)
+        if request is not None:
+            self._leave(request)
+            return RequestEvent(request, (), finish_reason=reason)
+        return None
 
     def plan(self) -> StepPlan | None:
         """Plans one more step, or None when there is nothing to do before the next `add` or `commit`."""
