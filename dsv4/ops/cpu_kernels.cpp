@@ -1,0 +1,1684 @@
+// Fused CPU kernels behind a plain C ABI; `plain.py` defines what each computes, `cpu.py` packs the arguments.
+//
+// Every operator is `void dsv4_<op>(const Call*)`, so a captured step is an array of Calls that `dsv4_run` executes.
+//
+// Row independence is the contract: the bits of a row do not depend on how many rows there are, on its neighbours, on the
+// number of threads or on the vector width of the machine. So every float reduction runs over 16 fixed lanes (element i
+// belongs to lane i % 16) which are folded 8, 4, 2, 1; nothing is split over the reduced axis, contraction is off, and fused
+// multiply-adds are written out.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+#include <utility>
+
+#include <omp.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#elif defined(__ARM_NEON)
+#include <arm_neon.h>
+#endif
+
+struct Call {
+    void (*fn)(const Call*);
+    void* ptr[20];
+    int64_t i[24];
+    double f[8];
+};
+
+namespace {
+
+using i64 = int64_t;
+using i32 = int32_t;
+
+// ---- vectors ----------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+constexpr int PARTS = 16 / LANES;  // machine vectors in the 16 lanes of a reduction
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
+typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+using Lanes = std::make_integer_sequence<int, LANES>;
+
+struct bf16 {
+    uint16_t bits;
+};
+
+#define FLAT __attribute__((always_inline))
+#define INLINE inline FLAT
+
+INLINE vec splat(float x) { return vec{} + x; }
+
+INLINE vec fma(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#elif defined(__ARM_NEON)
+    return vfmaq_f32(c, a, b);
+#else
+    for (int j = 0; j < LANES; ++j) c[j] = __builtin_fmaf(a[j], b[j], c[j]);
+    return c;
+#endif
+}
+
+INLINE vec max(vec a, vec b) { return a > b ? a : b; }
+INLINE vec min(vec a, vec b) { return a < b ? a : b; }
+INLINE vec abs(vec a) { return (vec)((ivec)a & 0x7fffffff); }
+
+INLINE vec sqrt(vec a) {
+    for (int j = 0; j < LANES; ++j) a[j] = __builtin_sqrtf(a[j]);
+    return a;
+}
+
+INLINE vec round_bf16(vec a) {
+    uvec u = (uvec)a;
+    return (vec)((u + 0x7fff + ((u >> 16) & 1)) & 0xffff0000u);
+}
+
+INLINE vec load(const float* p) {
+    vec v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+INLINE vec load(const bf16* p) {
+    hvec h;
+    memcpy(&h, p, sizeof h);
+    return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+
+INLINE void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
+
+INLINE void store(bf16* p, vec v) {
+    hvec h = __builtin_convertvector((uvec)round_bf16(v) >> 16, hvec);
+    memcpy(p, &h, sizeof h);
+}
+
+// The first `n` lanes; the others read as 0 and are not touched in memory.
+template <class T> INLINE vec load(const T* p, i64 n) {
+    if (n >= LANES) return load(p);
+    T buffer[LANES] = {};
+    memcpy(buffer, p, n * sizeof(T));
+    return load(buffer);
+}
+
+template <class T> INLINE void store(T* p, vec v, i64 n) {
+    if (n >= LANES) return store(p, v);
+    T buffer[LANES];
+    store(buffer, v);
+    memcpy(p, buffer, n * sizeof(T));
+}
+
+// What a value becomes when it meets a weight or cache of type T.
+template <class T> INLINE vec rounded(vec v) { return v; }
+template <> INLINE vec rounded<bf16>(vec v) { return round_bf16(v); }
+
+INLINE float get(const float* p) { return *p; }
+INLINE float get(const bf16* p) {
+    uint32_t u = uint32_t(p->bits) << 16;
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+// Calls f(i, n) for each machine vector of `count` elements: n of them from i on.
+template <class F> INLINE void each(i64 count, const F& f) {
+    for (i64 i = 0; i < count; i += LANES) f(i, std::min<i64>(LANES, count - i));
+}
+
+INLINE float fold(vec v) {
+    for (int half = LANES / 2; half; half /= 2)
+        for (int j = 0; j < half; ++j) v[j] += v[j + half];
+    return v[0];
+}
+
+// Sum of term(i, n) over 16 lanes; term must return 0 in the lanes past n.
+template <class F> INLINE float sum(i64 count, const F& term) {
+    vec lanes[PARTS] = {};
+    for (i64 i = 0; i < count; i += 16)
+        for (int p = 0; p < PARTS; ++p)
+            if (i64 at = i + p * LANES; at < count) lanes[p] = term(at, std::min<i64>(LANES, count - at), lanes[p]);
+    for (int half = PARTS / 2; half; half /= 2)
+        for (int p = 0; p < half; ++p) lanes[p] += lanes[p + half];
+    return fold(lanes[0]);
+}
+
+template <class T> INLINE float sum_squares(const T* x, i64 n) {
+    return sum(n, [&](i64 i, i64 m, vec acc) {
+        vec v = load(x + i, m);
+        return fma(v, v, acc);
+    });
+}
+
+// e^x to 1 ulp for -87.3 <= x <= 88; 0 below, e^88 above: nothing here needs more range.
+INLINE vec exp(vec x) {
+    vec y = max(min(x, splat(88.0f)), splat(-87.3f));
+    vec n = (y * 1.44269504088896341f + 12582912.0f) - 12582912.0f;
+    vec r = fma(n, splat(-0.693359375f), y);
+    r = fma(n, splat(2.12194440e-4f), r);
+    vec p = splat(1.9875691500e-4f);
+    p = fma(p, r, splat(1.3981999507e-3f));
+    p = fma(p, r, splat(8.3334519073e-3f));
+    p = fma(p, r, splat(4.1665795894e-2f));
+    p = fma(p, r, splat(1.6666665459e-1f));
+    p = fma(p, r, splat(5.0000001201e-1f));
+    p = fma(p, r * r, r) + 1.0f;
+    vec power = (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
+    return x < splat(-87.3f) ? vec{} : p * power;
+}
+
+INLINE float exp(float x) { return exp(splat(x))[0]; }
+INLINE vec sigmoid(vec x) { return 1.0f / (1.0f + exp(-x)); }
+
+// log(1 + x) for 0 <= x <= 1.
+INLINE vec log1p(vec x) {
+    vec u = 1.0f + x, lost = x - (u - 1.0f);
+    ivec upper = u > splat(1.41421356f);
+    vec e = upper ? splat(1.0f) : vec{}, m = (upper ? u * 0.5f : u) - 1.0f, z = m * m;
+    vec p = splat(7.0376836292e-2f);
+    p = fma(p, m, splat(-1.1514610310e-1f));
+    p = fma(p, m, splat(1.1676998740e-1f));
+    p = fma(p, m, splat(-1.2420140846e-1f));
+    p = fma(p, m, splat(1.4249322787e-1f));
+    p = fma(p, m, splat(-1.6668057665e-1f));
+    p = fma(p, m, splat(2.0000714765e-1f));
+    p = fma(p, m, splat(-2.4999993993e-1f));
+    p = fma(p, m, splat(3.3333331174e-1f));
+    vec y = fma(e, splat(-2.12194440e-4f), p * m * z);
+    y = fma(z, splat(-0.5f), y);
+    return fma(e, splat(0.693359375f), m + y) + lost / u;
+}
+
+// ---- threads and scratch ------------------------------------------------------------------------------------------------
+
+thread_local int thread_limit = 1;
+constexpr double FORK_COST = 20000;  // vector operations that pay for waking one more thread
+
+// body(begin, end) over 0..n in pieces; `cost` is that of one item, in vector operations.
+template <class F> void parallel(i64 n, double cost, const F& body) {
+    int threads = int(std::min<double>(std::min<i64>(thread_limit, n), n * cost / FORK_COST));
+    if (threads <= 1) {
+        if (n > 0) body(i64(0), n);
+        return;
+    }
+    std::atomic<i64> next{0};
+    i64 step = std::max<i64>(1, n / (threads * 8));
+#pragma omp parallel num_threads(threads)
+    for (i64 at; (at = next.fetch_add(step, std::memory_order_relaxed)) < n;) body(at, std::min(at + step, n));
+}
+
+// A grow-only buffer; each place that needs one owns it, each thread has its own.
+class Buffer {
+  public:
+    ~Buffer() { free(data_); }
+    void* get(size_t bytes) {
+        if (bytes > size_) {
+            free(data_);
+            size_ = (bytes + bytes / 4 + 63) / 64 * 64;
+            data_ = aligned_alloc(64, size_);
+            if (!data_) throw std::bad_alloc();
+        }
+        return data_;
+    }
+
+  private:
+    void* data_ = nullptr;
+    size_t size_ = 0;
+};
+
+#define SCRATCH(type, name, count)           \
+    static thread_local Buffer name##_buffer; \
+    type* name = static_cast<type*>(name##_buffer.get(sizeof(type) * size_t(count)))
+
+// ---- arguments ------------------------------------------------------------------------------------------------------------
+
+enum DType { F32, BF16, I8 };
+
+// Reads a call's pointers, integers and floats in the order in which `cpu.py` packs them.
+class Args {
+  public:
+    explicit Args(const Call* c) : c_(c) {}
+    template <class T> T* tensor() { return static_cast<T*>(c_->ptr[p_++]); }
+    i64 size() { return c_->i[i_++]; }
+    float real() { return float(c_->f[f_++]); }
+
+  private:
+    const Call* c_;
+    int p_ = 0, i_ = 0, f_ = 0;
+};
+
+// Calls f with a null pointer of the element type.
+template <class F> INLINE void with_float(i64 dtype, const F& f) {
+    if (dtype == BF16)
+        f(static_cast<const bf16*>(nullptr));
+    else
+        f(static_cast<const float*>(nullptr));
+}
+template <class T> using Elem = std::remove_const_t<std::remove_pointer_t<T>>;
+
+INLINE i64 floor_div(i64 a, i64 b) { return a / b - (a % b < 0); }
+INLINE i64 clamp(i64 x, i64 low, i64 high) { return std::max(low, std::min(x, high)); }
+INLINE bool inside(i64 row, i64 rows) { return uint64_t(row) < uint64_t(rows); }
+
+// n rows of k floats at stride ld, rounded to W: `x` itself where nothing has to change, else a copy in `scratch`.
+struct FloatRows {
+    const float* data;
+    i64 stride;
+    const float* operator[](i64 r) const { return data + r * stride; }
+};
+
+template <class W> FloatRows float_rows(const void* x, i64 dtype, i64 n, i64 k, i64 ld) {
+    if (dtype == F32 && std::is_same_v<W, float>) return {static_cast<const float*>(x), ld};
+    SCRATCH(float, copy, n * k);
+    with_float(dtype, [&](auto* tag) {
+        using X = Elem<decltype(tag)>;
+        parallel(n, k / LANES, [&](i64 begin, i64 end) {
+            for (i64 r = begin; r < end; ++r) {
+                const X* from = static_cast<const X*>(x) + r * ld;
+                each(k, [&](i64 i, i64 m) { store(copy + r * k + i, rounded<W>(load(from + i, m)), m); });
+            }
+        });
+    });
+    return {copy, k};
+}
+
+// ---- products -------------------------------------------------------------------------------------------------------------
+
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
+#endif
+
+// Lane of (a, b) that the fold by H takes into lane j: groups of 2H lanes hold H lanes of a, then H lanes of b.
+template <int H> constexpr int folded(int j, int shift) {
+    int within = j % (2 * H);
+    return j / (2 * H) * 2 * H + within % H + shift + (within < H ? 0 : LANES);
+}
+
+template <int H, class V, int... J> INLINE V fold_pair(V a, V b, std::integer_sequence<int, J...>) {
+    return SHUFFLE(a, b, folded<H>(J, 0)...) + SHUFFLE(a, b, folded<H>(J, H)...);
+}
+
+// Lane j of the result is the sum of the lanes of v[j], in the order of `fold`.
+template <int H = LANES / 2, class V> INLINE V fold_all(V* v) {
+    for (int j = 0; j < H; ++j) v[j] = fold_pair<H>(v[j], v[j + H], Lanes{});
+    if constexpr (H > 1)
+        return fold_all<H / 2>(v);
+    else
+        return v[0];
+}
+
+// The left operand: rows of floats, or of int8 with the factor of each row and its sum.
+template <class W> struct Rows {
+    const float* const* at;
+    Rows from(i64 r) const { return {at + r}; }
+};
+template <> struct Rows<int8_t> {
+    const int8_t* const* at;
+    const float* scale;
+    const i32* sum;
+    Rows from(i64 r) const { return {at + r, scale + r, sum + r}; }
+};
+
+// Lane r * C + c: x[r] . w[c]. R rows, C = LANES / R weights; `rows` and `cols` of them exist, the others repeat the last.
+template <int R, class W> INLINE vec tile(Rows<W> x, i64 rows, const W* const* w, i64 cols, i64 k) {
+    constexpr int C = LANES / R;
+    const float* xs[R];
+    const W* ws[C];
+    for (int r = 0; r < R; ++r) xs[r] = x.at[std::min<i64>(r, rows - 1)];
+    for (int c = 0; c < C; ++c) ws[c] = w[std::min<i64>(c, cols - 1)];
+    vec total[LANES];
+    for (int p = 0; p < PARTS; ++p) {
+        vec acc[LANES] = {};
+        i64 i = p * LANES;
+        for (; i + LANES <= k; i += 16) {
+            vec xv[R];
+            for (int r = 0; r < R; ++r) xv[r] = load(xs[r] + i);
+            for (int c = 0; c < C; ++c) {
+                vec wv = load(ws[c] + i);
+                for (int r = 0; r < R; ++r) acc[r * C + c] = fma(xv[r], wv, acc[r * C + c]);
+            }
+        }
+        if (i < k)
+            for (int r = 0; r < R; ++r)
+                for (int c = 0; c < C; ++c)
+                    acc[r * C + c] = fma(load(xs[r] + i, k - i), load(ws[c] + i, k - i), acc[r * C + c]);
+        for (int j = 0; j < LANES; ++j) total[j] = p ? total[j] + acc[j] : acc[j];
+    }
+    return fold_all(total);
+}
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+// u8 x s8: the weight is moved to 0..255 by flipping its sign bit, and 128 * sum(x) is taken off the result.
+constexpr int STEP = 64, OFFSET = 128;
+typedef __m512i bytes;
+INLINE bytes load_bytes(const int8_t* p) { return _mm512_loadu_si512(p); }
+INLINE bytes load_bytes(const int8_t* p, i64 n) { return _mm512_maskz_loadu_epi8((uint64_t(1) << n) - 1, p); }
+INLINE bytes as_weight(bytes w) { return _mm512_xor_si512(w, _mm512_set1_epi8(-128)); }
+INLINE ivec dot(ivec acc, bytes x, bytes w) { return (ivec)_mm512_dpbusd_epi32((__m512i)acc, w, x); }
+#elif defined(__AVX2__)
+// Widened to int16, so that pair sums are exact for every int8 value.
+constexpr int STEP = 2 * LANES, OFFSET = 0;
+#if defined(__AVX512BW__)
+typedef __m512i bytes;
+INLINE bytes load_bytes(const int8_t* p) { return _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p)); }
+INLINE ivec dot(ivec acc, bytes x, bytes w) { return acc + (ivec)_mm512_madd_epi16(x, w); }
+#elif !defined(__AVX512F__)
+typedef __m256i bytes;
+INLINE bytes load_bytes(const int8_t* p) { return _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p)); }
+INLINE ivec dot(ivec acc, bytes x, bytes w) { return acc + (ivec)_mm256_madd_epi16(x, w); }
+#else
+#error "AVX-512F without AVX-512BW: build with -mno-avx512f"
+#endif
+#define TAIL_BY_COPY
+#else
+constexpr int STEP = LANES, OFFSET = 0;
+typedef ivec bytes;
+typedef int8_t qvec __attribute__((vector_size(LANES)));
+INLINE bytes load_bytes(const int8_t* p) {
+    qvec q;
+    memcpy(&q, p, sizeof q);
+    return __builtin_convertvector(q, ivec);
+}
+INLINE ivec dot(ivec acc, bytes x, bytes w) { return acc + x * w; }
+#define TAIL_BY_COPY
+#endif
+#if defined(TAIL_BY_COPY)
+INLINE bytes load_bytes(const int8_t* p, i64 n) {
+    int8_t buffer[STEP] = {};
+    memcpy(buffer, p, n);
+    return load_bytes(buffer);
+}
+INLINE bytes as_weight(bytes w) { return w; }
+#endif
+
+// The same for int8: exact sums, times the factor of the row.
+template <int R> INLINE vec tile(Rows<int8_t> x, i64 rows, const int8_t* const* w, i64 cols, i64 k) {
+    constexpr int C = LANES / R;
+    const int8_t* xs[R];
+    const int8_t* ws[C];
+    for (int r = 0; r < R; ++r) xs[r] = x.at[std::min<i64>(r, rows - 1)];
+    for (int c = 0; c < C; ++c) ws[c] = w[std::min<i64>(c, cols - 1)];
+    ivec acc[LANES] = {};
+    auto step = [&](const auto& fetch) FLAT {
+        bytes xv[R];
+        for (int r = 0; r < R; ++r) xv[r] = fetch(xs[r]);
+        for (int c = 0; c < C; ++c) {
+            bytes wv = as_weight(fetch(ws[c]));
+            for (int r = 0; r < R; ++r) acc[r * C + c] = dot(acc[r * C + c], xv[r], wv);
+        }
+    };
+    i64 i = 0;
+    for (; i + STEP <= k; i += STEP) step([&](const int8_t* p) FLAT { return load_bytes(p + i); });
+    if (i < k) step([&](const int8_t* p) FLAT { return load_bytes(p + i, k - i); });
+    ivec total = fold_all(acc);
+    vec scale;
+    for (int j = 0; j < LANES; ++j) {
+        i64 r = std::min<i64>(j / C, rows - 1);
+        scale[j] = x.scale[r];
+        if (OFFSET) total[j] -= OFFSET * x.sum[r];
+    }
+    return __builtin_convertvector(total, vec) * scale;
+}
+
+template <int... J> INLINE vec swap_pairs(vec v, std::integer_sequence<int, J...>) { return SHUFFLE(v, v, (J ^ 1)...); }
+
+constexpr i64 PANEL = 16;  // weights kept close while the rows pass
+
+template <int R, class W>
+INLINE void row_block(Rows<W> x, i64 rows, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
+    constexpr int C = LANES / R;
+    for (i64 c = 0; c < cols; c += C) {
+        float part[LANES];
+        store(part, tile<R>(x, rows, w + c, cols - c, k));
+        for (i64 r = 0; r < std::min<i64>(R, rows); ++r) memcpy(out + r * ld + c, part + r * C, 4 * std::min<i64>(C, cols - c));
+    }
+}
+
+template <class W> void panel(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
+    for (i64 r = 0; r < n; r += 4) {
+        i64 rows = std::min<i64>(4, n - r);
+        if constexpr (LANES >= 4)
+            if (rows > 2) {
+                row_block<4>(x.from(r), rows, w, cols, k, out + r * ld, ld);
+                continue;
+            }
+        if (rows == 2)
+            row_block<2>(x.from(r), rows, w, cols, k, out + r * ld, ld);
+        else
+            row_block<1>(x.from(r), rows, w, cols, k, out + r * ld, ld);
+    }
+}
+
+// out[r, c] = x[r] . w[c] for n rows and `cols` weights (times the row's factor for int8).
+template <class W> void dots(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
+    for (i64 c = 0; c < cols; c += PANEL) panel(x, n, w + c, std::min(PANEL, cols - c), k, out + c, ld);
+}
+
+template <> void dots(Rows<bf16> x, i64 n, const bf16* const* w, i64 cols, i64 k, float* out, i64 ld) {
+    SCRATCH(float, wide, PANEL* k);
+    const float* at[PANEL];
+    for (i64 j = 0; j < PANEL; ++j) at[j] = wide + j * k;
+    for (i64 c = 0; c < cols; c += PANEL) {
+        i64 width = std::min(PANEL, cols - c);
+        if (n <= 2) {
+            panel(x, n, w + c, width, k, out + c, ld);
+            continue;
+        }
+        for (i64 j = 0; j < width; ++j)
+            each(k, [&](i64 i, i64 m) { store(wide + j * k + i, load(w[c + j] + i, m), m); });
+        panel(Rows<float>{x.at}, n, at, width, k, out + c, ld);
+    }
+}
+
+// Per-row int8 with ties to even; returns the factor back. Twice the same bits as `plain.quantise`.
+INLINE float quantise_row(const float* x, i64 k, int8_t* q, i32* total) {
+    vec top = {};
+    each(k, [&](i64 i, i64 m) { top = max(top, abs(load(x + i, m))); });
+    float amax = 1e-4f;
+    for (int j = 0; j < LANES; ++j) amax = std::max(amax, top[j]);
+    float factor = (1.0f / amax) * 127.0f;
+    ivec sums = {};
+    each(k, [&](i64 i, i64 m) {
+        vec shifted = load(x + i, m) * factor + 12582912.0f;  // the low bits of the mantissa are the rounded integer
+        ivec value = (ivec)shifted - 0x4b400000;
+        sums += value;
+        for (i64 j = 0; j < m; ++j) q[i + j] = int8_t(value[j]);
+    });
+    *total = 0;
+    for (int j = 0; j < LANES; ++j) *total += sums[j];
+    return amax / 127.0f;
+}
+
+constexpr i64 ROWS = 64, COLS = 32;  // the piece of a product that one task makes
+
+
+// Splits an n x width product into tasks body(row, rows, column, columns).
+template <class F> void tasks(i64 n, i64 width, i64 k, const F& body) {
+    i64 tall = (n + ROWS - 1) / ROWS, wide = (width + COLS - 1) / COLS;
+    parallel(tall * wide, double(std::min(n, ROWS)) * COLS * k / 16, [&](i64 begin, i64 end) {
+        for (i64 task = begin; task < end; ++task) {
+            i64 r = task / wide * ROWS, c = task % wide * COLS;
+            body(r, std::min(ROWS, n - r), c, std::min(COLS, width - c));
+        }
+    });
+}
+
+// out[r, c] = x[r] . w[c], float or bf16 weights.
+template <class W>
+void product(FloatRows x, i64 n, i64 k, const W* w, i64 ldw, i64 width, float* out, i64 ldo) {
+    SCRATCH(const float*, rows, n);
+    const float** at = rows;  // a thread's own name for the caller's buffer
+    for (i64 r = 0; r < n; ++r) at[r] = x[r];
+    tasks(n, width, k, [=](i64 r, i64 count, i64 c, i64 cols) {
+        const W* ws[COLS];
+        for (i64 j = 0; j < cols; ++j) ws[j] = w + (c + j) * ldw;
+        dots(Rows<W>{at + r}, count, ws, cols, k, out + r * ldo + c, ldo);
+    });
+}
+
+// A row of `d` floats times `factor` (times gamma), its trailing channels rotated, stored as T. `turn` holds cos of each pair
+// twice, then -sin | sin of each pair.
+template <class T, class G>
+INLINE void rope_row(const float* x, i64 d, float factor, const G* gamma, const float* turn, i64 r, T* out) {
+    auto scaled = [&](i64 i, i64 m) FLAT {
+        vec v = load(x + i, m) * factor;
+        return gamma ? v * load(gamma + i, m) : v;
+    };
+    i64 keep = d - r;
+    each(keep, [&](i64 i, i64 m) { store(out + i, scaled(i, m), m); });
+    each(r, [&](i64 i, i64 m) {
+        vec v = scaled(keep + i, m);
+        vec w = swap_pairs(v, Lanes{});
+        store(out + keep + i, v * load(turn + i, m) + w * load(turn + r + i, m), m);
+    });
+}
+
+// cos | sin of one position as `rope_row` wants them; `sign` -1 rotates back.
+template <class C> INLINE void expand_turn(const C* cos_sin, i64 r, float sign, float* turn) {
+    for (i64 j = 0; j < r / 2; ++j) {
+        float cos = get(cos_sin + j), sin = get(cos_sin + r / 2 + j) * sign;
+        turn[2 * j] = turn[2 * j + 1] = cos;
+        turn[r + 2 * j] = -sin;
+        turn[r + 2 * j + 1] = sin;
+    }
+}
+
+INLINE float norm_factor(float squares, i64 n, float eps) { return 1.0f / std::sqrt(squares / float(n) + eps); }
+
+// The lowest index of the greatest value; `at(i, n)` gives the values from i on.
+struct Best {
+    float value = -INFINITY;
+    i64 index = -1;
+    void add(float v, i64 i) {
+        if (index < 0 || v > value || (v == value && i < index)) value = v, index = i;
+    }
+};
+
+template <class F> INLINE Best best_of(i64 count, const F& at) {
+    vec top = splat(-INFINITY);
+    ivec where = {}, lane = {};
+    for (int j = 0; j < LANES; ++j) lane[j] = j;
+    where -= 1;
+    i64 i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vec v = at(i, i64(LANES));
+        ivec better = v > top;
+        top = better ? v : top;
+        where = better ? lane + i32(i) : where;
+    }
+    Best best;
+    for (int j = 0; j < LANES; ++j)
+        if (where[j] >= 0) best.add(top[j], where[j]);
+    if (i < count) {
+        vec v = at(i, count - i);
+        for (int j = 0; i + j < count; ++j)
+            if (v[j] > -INFINITY) best.add(v[j], i + j);
+    }
+    return best;
+}
+
+// ---- hyper-connections ----------------------------------------------------------------------------------------------------
+
+constexpr i64 MAX_STREAMS = 8;
+
+// mix[c][lane] = the logits of the LANES tokens from t on: streams . fn, over the root mean square of all streams.
+INLINE void mix_logits(const float* streams, i64 t, i64 n, i64 size, const float* fn, i64 rows, float eps, vec* mix) {
+    const float *xs[LANES], *ws[(MAX_STREAMS + 2) * MAX_STREAMS];
+    float out[LANES * (MAX_STREAMS + 2) * MAX_STREAMS];
+    for (i64 j = 0; j < n; ++j) xs[j] = streams + (t + j) * size;
+    for (i64 c = 0; c < rows; ++c) ws[c] = fn + c * size, mix[c] = vec{};
+    dots(Rows<float>{xs}, n, ws, rows, size, out, rows);
+    for (i64 j = 0; j < n; ++j) {
+        float factor = norm_factor(sum_squares(xs[j], size), size, eps);
+        for (i64 c = 0; c < rows; ++c) mix[c][j] = out[j * rows + c] * factor;
+    }
+}
+
+// sum_i weight[i][lane] * stream i of one token, rounded to G and kept in float.
+template <class G>
+INLINE void collapse(const float* streams, i64 m, i64 d, const vec* weight, int lane, float* out) {
+    each(d, [&](i64 i, i64 n) {
+        vec total = {};
+        for (i64 s = 0; s < m; ++s) total = fma(splat(weight[s][lane]), load(streams + s * d + i, n), total);
+        store(out + i, rounded<G>(total), n);
+    });
+}
+
+template <class G> INLINE void norm_row(const float* x, i64 d, const G* gamma, float eps, float* out) {
+    float factor = norm_factor(sum_squares(x, d), d, eps);
+    each(d, [&](i64 i, i64 n) { store(out + i, load(x + i, n) * factor * load(gamma + i, n), n); });
+}
+
+// M is the number of streams, or 0 for any. The matrices of LANES tokens are worked on at once, one per lane.
+template <int M> INLINE void sinkhorn(vec* comb, i64 streams, i64 iters, float eps) {
+    const i64 m = M ? M : streams;
+    for (i64 i = 0; i < m; ++i) {
+        vec top = comb[i * m], total = {};
+        for (i64 o = 1; o < m; ++o) top = max(top, comb[i * m + o]);
+        for (i64 o = 0; o < m; ++o) total += comb[i * m + o] = exp(comb[i * m + o] - top);
+        for (i64 o = 0; o < m; ++o) comb[i * m + o] = comb[i * m + o] / total + eps;
+    }
+    auto normalise = [&](i64 step, i64 along) FLAT {
+        for (i64 a = 0; a < m; ++a) {
+            vec total = comb[a * step];
+            for (i64 b = 1; b < m; ++b) total += comb[a * step + b * along];
+            vec factor = 1.0f / (total + eps);
+            for (i64 b = 0; b < m; ++b) comb[a * step + b * along] *= factor;
+        }
+    };
+    normalise(1, m);
+    for (i64 i = 1; i < iters; ++i) normalise(m, 1), normalise(1, m);
+}
+
+// The tokens of one block: LANES of them fill the lanes, fewer leave work for the other thread.
+INLINE i64 token_block(i64 n) { return clamp((n + thread_limit - 1) / thread_limit, 1, LANES); }
+
+template <class G> void hc_pre(Args a, const G*) {
+    auto streams = a.tensor<const float>(), fn = a.tensor<const float>(), base = a.tensor<const float>();
+    auto scale = a.tensor<const float>();
+    auto gamma = a.tensor<const G>();
+    auto out = a.tensor<float>(), post = a.tensor<float>(), comb = a.tensor<float>();
+    i64 n = a.size(), m = a.size(), d = a.size(), iters = a.size(), block = token_block(n);
+    float eps = a.real(), hc_eps = a.real();
+    parallel((n + block - 1) / block, double(block) * m * d * (m + 3) * m / 16 + 2000, [&](i64 begin, i64 end) {
+        vec mix[(MAX_STREAMS + 2) * MAX_STREAMS];
+        for (i64 b = begin; b < end; ++b) {
+            i64 t = b * block, count = std::min(block, n - t);
+            mix_logits(streams, t, count, m * d, fn, (m + 2) * m, eps, mix);
+            for (i64 s = 0; s < m; ++s) {
+                mix[s] = sigmoid(mix[s] * scale[0] + base[s]) + hc_eps;
+                mix[m + s] = 2.0f * sigmoid(mix[m + s] * scale[1] + base[m + s]);
+            }
+            for (i64 j = 2 * m; j < (m + 2) * m; ++j) mix[j] = mix[j] * scale[2] + base[j];
+            if (m == 4)
+                sinkhorn<4>(mix + 8, m, iters, hc_eps);
+            else
+                sinkhorn<0>(mix + 2 * m, m, iters, hc_eps);
+            for (i64 j = 0; j < count; ++j) {
+                for (i64 s = 0; s < m; ++s) post[(t + j) * m + s] = mix[m + s][j];
+                for (i64 s = 0; s < m * m; ++s) comb[(t + j) * m * m + s] = mix[2 * m + s][j];
+                float* row = out + (t + j) * d;
+                collapse<G>(streams + (t + j) * m * d, m, d, mix, int(j), row);
+                norm_row(row, d, gamma, eps, row);
+            }
+        }
+    });
+}
+
+template <class G> void hc_head(Args a, const G*) {
+    auto streams = a.tensor<const float>(), fn = a.tensor<const float>(), base = a.tensor<const float>();
+    auto scale = a.tensor<const float>();
+    auto gamma = a.tensor<const G>();
+    auto out = a.tensor<float>(), normed = a.tensor<float>();
+    i64 n = a.size(), m = a.size(), d = a.size(), block = token_block(n);
+    float eps = a.real(), hc_eps = a.real();
+    parallel((n + block - 1) / block, double(block) * m * d * (m + 3) / 16, [&](i64 begin, i64 end) {
+        vec mix[MAX_STREAMS];
+        for (i64 b = begin; b < end; ++b) {
+            i64 t = b * block, count = std::min(block, n - t);
+            mix_logits(streams, t, count, m * d, fn, m, eps, mix);
+            for (i64 s = 0; s < m; ++s) mix[s] = sigmoid(mix[s] * scale[0] + base[s]) + hc_eps;
+            for (i64 j = 0; j < count; ++j) {
+                collapse<G>(streams + (t + j) * m * d, m, d, mix, int(j), out + (t + j) * d);
+                norm_row(out + (t + j) * d, d, gamma, eps, normed + (t + j) * d);
+            }
+        }
+    });
+}
+
+// ---- cache addressing -----------------------------------------------------------------------------------------------------
+
+constexpr i64 PAGE_HISTORY = 128, PAGE_WINDOW = 32, PAGE_TAIL = 8, PAGE_OPEN = 32;
+
+struct Ring {
+    const i32* table;
+    i64 columns, page;
+    i32 operator()(i64 row, i64 position) const {
+        if (position < 0) return -1;
+        return i32(table[row * columns + position / page % columns] * page + position % page);
+    }
+};
+
+// Slots, rows and starts of the windows of `ratio` tokens that close in a row; each pools its last `reach` tokens.
+struct Closings {
+    i32 *slots, *rows, *starts;
+    i64 ratio, reach;
+    Ring ring;
+    void fill(i64 r, i64 start, i64 length, i64 query_len, const i32* history, i64 pages) const {
+        i64 count = (query_len + ratio - 1) / ratio, per_page = PAGE_HISTORY / ratio;
+        for (i64 j = 0; j < count; ++j) {
+            i64 w = floor_div(start, ratio) + j, at = r * count + j;
+            bool closes = w * ratio + ratio <= start + length;
+            i64 column = clamp(floor_div(w, per_page), 0, pages - 1);
+            slots[at] = closes ? i32(history[r * pages + column] * per_page + w % per_page) : 0;
+            starts[at] = closes ? i32(w * ratio) : -1;
+            i64 first = w * ratio + ratio - reach;
+            for (i64 k = 0; k < reach; ++k) rows[at * reach + k] = closes ? ring(r, first + k) : -1;
+        }
+    }
+};
+
+void addresses(Args a) {
+    auto start = a.tensor<const i32>(), length = a.tensor<const i32>(), history = a.tensor<const i32>();
+    auto window_table = a.tensor<const i32>(), tail_table = a.tensor<const i32>(), open_table = a.tensor<const i32>();
+    auto positions = a.tensor<i32>(), window_slots = a.tensor<i32>(), tail_slots = a.tensor<i32>();
+    auto open_slots = a.tensor<i32>(), window_rows = a.tensor<i32>();
+    auto csa_slots = a.tensor<i32>(), csa_rows = a.tensor<i32>(), csa_starts = a.tensor<i32>();
+    auto hca_slots = a.tensor<i32>(), hca_rows = a.tensor<i32>(), hca_starts = a.tensor<i32>();
+    auto csa_visible = a.tensor<i32>(), hca_visible = a.tensor<i32>();
+    i64 n = a.size(), pages = a.size();
+    Ring window{window_table, a.size(), PAGE_WINDOW}, tail{tail_table, a.size(), PAGE_TAIL};
+    Ring open{open_table, a.size(), PAGE_OPEN};
+    i64 query_len = a.size(), width = a.size();
+    Closings csa{csa_slots, csa_rows, csa_starts, 4, 8, tail}, hca{hca_slots, hca_rows, hca_starts, 128, 128, open};
+    parallel(n, double(query_len) * width * 4 + 200, [&](i64 begin, i64 end) {
+        for (i64 r = begin; r < end; ++r) {
+            for (i64 s = 0; s < query_len; ++s) {
+                i64 t = r * query_len + s, p = s < length[r] ? start[r] + s : -1;
+                positions[t] = i32(p);
+                window_slots[t] = std::max(window(r, p), 0);
+                tail_slots[t] = std::max(tail(r, p), 0);
+                open_slots[t] = std::max(open(r, p), 0);
+                csa_visible[t] = i32(floor_div(p + 1, 4));
+                hca_visible[t] = i32(floor_div(p + 1, 128));
+                for (i64 j = 0; j < width; ++j) window_rows[t * width + j] = p < 0 ? -1 : window(r, p - width + 1 + j);
+            }
+            csa.fill(r, start[r], length[r], query_len, history, pages);
+            hca.fill(r, start[r], length[r], query_len, history, pages);
+        }
+    });
+}
+
+// ---- rows of tables and pools -----------------------------------------------------------------------------------------------
+
+template <class To, class From> INLINE void copy_row(To* to, const From* from, i64 k) {
+    if constexpr (std::is_same_v<To, From>)
+        memcpy(to, from, k * sizeof(To));
+    else
+        each(k, [&](i64 i, i64 m) { store(to + i, load(from + i, m), m); });
+}
+
+// ---- compression and attention ------------------------------------------------------------------------------------------------
+
+template <class G, class T, class C> void compress(Args a) {
+    auto state = a.tensor<const float>();
+    auto rows = a.tensor<const i32>();
+    auto gamma = a.tensor<const G>();
+    auto cos_sin = a.tensor<const C>();
+    auto out = a.tensor<T>();
+    i64 n = a.size(), pool = a.size(), m = a.size(), d = a.size(), width = a.size(), r = a.size(), ld = a.size();
+    float eps = a.real();
+    bool overlap = width == 4 * d;
+    i64 gates = width / 2;
+    parallel(n, double(m) * d, [&](i64 begin, i64 end) {
+        SCRATCH(float, entry, d + 2 * r);
+        SCRATCH(const float*, items, m);
+        for (i64 e = begin; e < end; ++e) {
+            i64 count = 0;
+            for (i64 j = 0; j < m; ++j) {
+                i64 row = rows[e * m + j];
+                if (inside(row, pool)) items[count++] = state + row * width + (overlap && j >= m / 2 ? d : 0);
+            }
+            if (!count) {
+                memset(static_cast<void*>(out + e * d), 0, d * sizeof(T));
+                continue;
+            }
+            each(d, [&](i64 i, i64 w) {
+                vec top = load(items[0] + gates + i, w), weights = {}, total = {};
+                for (i64 j = 1; j < count; ++j) top = max(top, load(items[j] + gates + i, w));
+                for (i64 j = 0; j < count; ++j) {
+                    vec p = exp(load(items[j] + gates + i, w) - top);
+                    weights += p;
+                    total = fma(p, load(items[j] + i, w), total);
+                }
+                store(entry + i, total / weights, w);
+            });
+            expand_turn(cos_sin + e * ld, r, 1.0f, entry + d);
+            rope_row(entry, d, norm_factor(sum_squares(entry, d), d, eps), gamma, entry + d, r, out + e * d);
+        }
+    });
+}
+
+template <int H, int... J> INLINE vec butterfly(vec v, std::integer_sequence<int, J...>) {
+    return SHUFFLE(v, v, (J ^ H)...) + v * vec{(J & H ? -1.0f : 1.0f)...};
+}
+
+template <int H> INLINE vec butterflies(vec v) {
+    v = butterfly<H>(v, Lanes{});
+    if constexpr (2 * H < LANES)
+        return butterflies<2 * H>(v);
+    else
+        return v;
+}
+
+// The Sylvester-Hadamard transform of d = 2^n floats, not normalised.
+INLINE void hadamard(float* x, i64 d) {
+    i64 half = 1;
+    if (d >= LANES) {
+        each(d, [&](i64 i, i64) { store(x + i, butterflies<1>(load(x + i))); });
+        half = LANES;
+    }
+    for (; half < d; half *= 2)
+        for (i64 i = 0; i < d; i += 2 * half)
+            for (i64 j = i; j < i + half; ++j) {
+                float u = x[j], v = x[j + half];
+                x[j] = u + v;
+                x[j + half] = u - v;
+            }
+}
+
+// Order of floats as unsigned integers; -0 and 0 are equal.
+INLINE uint32_t sort_key(float x) {
+    uint32_t u;
+    x += 0.0f;
+    memcpy(&u, &x, 4);
+    return u & 0x80000000u ? ~u : u | 0x80000000u;
+}
+
+// The k-th greatest of n keys, and how many are greater: one histogram per digit, from the top.
+INLINE std::pair<uint32_t, i64> kth_greatest(const uint32_t* keys, i64 n, i64 k) {
+    uint32_t prefix = 0, mask = 0;
+    i64 above = 0;
+    for (int shift : {24, 16, 8, 0}) {
+        i32 histogram[256] = {};
+        for (i64 i = 0; i < n; ++i)
+            if ((keys[i] & mask) == prefix) ++histogram[keys[i] >> shift & 255];
+        int digit = 255;
+        while (above + histogram[digit] < k) above += histogram[digit--];
+        prefix |= uint32_t(digit) << shift;
+        mask |= 255u << shift;
+    }
+    return {prefix, above};
+}
+
+// W is the type of keys; `Q` rows are what they meet.
+template <class W> void index_topk(Args a) {
+    auto q = a.tensor<const void>();
+    auto q_scale = a.tensor<const float>(), weights = a.tensor<const float>();
+    auto keys = a.tensor<const W>();
+    auto key_scale = a.tensor<const float>();
+    auto history = a.tensor<const i32>(), visible = a.tensor<const i32>();
+    auto out = a.tensor<i32>();
+    i64 n = a.size(), heads = a.size(), d = a.size(), pool = a.size(), rows = a.size(), pages = a.size(), k = a.size();
+    i64 ld = a.size(), ld_head = a.size(), ld_weights = a.size(), q_dtype = a.size();
+    float scale = a.real();
+    constexpr i64 per_page = PAGE_HISTORY / 4;
+    constexpr bool exact = std::is_same_v<W, int8_t>;
+    using X = std::conditional_t<exact, int8_t, float>;
+    i64 tokens = n / rows, entries = pages * per_page;
+
+    auto entry_row = [&](i64 t, i64 e) {
+        i64 row = history[t / tokens * pages + e / per_page] * per_page + e % per_page;
+        return inside(row, pool) ? row : 0;
+    };
+    // Writes the sort keys of entries begin .. end-1 of token t.
+    auto score = [&](i64 t, i64 begin, i64 end, uint32_t* out_keys) {
+        SCRATCH(float, dot, heads* PANEL);
+        SCRATCH(float, copy, heads* d);
+        SCRATCH(const X*, at, heads);
+        SCRATCH(i32, sums, heads);
+        for (i64 h = 0; h < heads; ++h) {
+            i64 offset = t * ld + h * ld_head;
+            if constexpr (exact) {
+                at[h] = static_cast<const int8_t*>(q) + offset;
+                sums[h] = 0;
+                for (i64 i = 0; i < d; ++i) sums[h] += at[h][i];
+            } else {
+                at[h] = copy + h * d;
+                with_float(q_dtype, [&](auto* tag) {
+                    copy_row(copy + h * d, static_cast<decltype(tag)>(q) + offset, d);
+                });
+            }
+        }
+        Rows<W> x;
+        if constexpr (exact)
+            x = {at, q_scale + t * heads, sums};
+        else
+            x = {at};
+        for (i64 e = begin; e < end; e += PANEL) {
+            const W* ws[PANEL];
+            i64 count = std::min(PANEL, end - e), row[PANEL];
+            for (i64 j = 0; j < count; ++j) row[j] = entry_row(t, e + j), ws[j] = keys + row[j] * d;
+            dots(x, heads, ws, count, d, dot, PANEL);
+            float total[PANEL] = {};
+            for (i64 h = 0; h < heads; ++h) {
+                float weight = weights[t * ld_weights + h] * scale;
+                for (i64 j = 0; j < PANEL; ++j) total[j] += (j < count && dot[h * PANEL + j] > 0 ? dot[h * PANEL + j] : 0) * weight;
+            }
+            for (i64 j = 0; j < count; ++j) out_keys[e + j] = sort_key(key_scale ? total[j] * key_scale[row[j]] : total[j]);
+        }
+    };
+    auto select = [&](i64 t, const uint32_t* scores, i64 seen) {
+        i64 taken = 0;
+        if (seen <= k) {
+            for (; taken < seen; ++taken) out[t * k + taken] = i32(entry_row(t, taken));
+        } else {
+            auto [cut, above] = kth_greatest(scores, seen, k);
+            i64 ties = k - above;
+            for (i64 e = 0; e < seen; ++e)
+                if (scores[e] > cut || (scores[e] == cut && ties-- > 0)) out[t * k + taken++] = i32(entry_row(t, e));
+        }
+        std::fill(out + t * k + taken, out + (t + 1) * k, -1);
+    };
+    double cost = double(heads) * d / (exact ? 64 : 16);
+    if (n == 1) {
+        i64 seen = clamp(visible[0], 0, entries);
+        SCRATCH(uint32_t, scores, entries);
+        uint32_t* shared = scores;
+        if (seen > k)
+            parallel((seen + per_page - 1) / per_page, cost * per_page, [&, shared](i64 begin, i64 end) {
+                score(0, begin * per_page, std::min(end * per_page, seen), shared);
+            });
+        return select(0, shared, seen);
+    }
+    parallel(n, cost * entries, [&](i64 begin, i64 end) {
+        SCRATCH(uint32_t, scores, entries);
+        for (i64 t = begin; t < end; ++t) {
+            i64 seen = clamp(visible[t], 0, entries);
+            if (seen > k) score(t, 0, seen, scores);
+            select(t, scores, seen);
+        }
+    });
+}
+
+// out[h, :] = sum_j p[h][j] * keys[j][:] for R heads (the last repeated past `count`) and `width` channels from `from` on.
+template <int R, int V, class K>
+INLINE void weigh(const float* const* p, i64 count, const K* const* keys, i64 n, i64 from, i64 width, float* out, i64 ld) {
+    vec acc[R][V] = {};
+    const float* ps[R];
+    for (int r = 0; r < R; ++r) ps[r] = p[std::min<i64>(r, count - 1)];
+    for (i64 j = 0; j < n; ++j)
+        for (int v = 0; v < V; ++v) {
+            vec key = load(keys[j] + from + v * LANES, V > 1 ? LANES : width);
+            for (int r = 0; r < R; ++r) acc[r][v] = fma(splat(ps[r][j]), key, acc[r][v]);
+        }
+    for (i64 r = 0; r < std::min<i64>(R, count); ++r)
+        for (int v = 0; v < V; ++v) store(out + r * ld + from + v * LANES, acc[r][v], V > 1 ? LANES : width);
+}
+
+// K: dtype of q, keys and the result.
+template <class K, class C> void attention(Args a) {
+    auto q = a.tensor<const K>(), kv = a.tensor<const K>();
+    auto kv_rows = a.tensor<const i32>();
+    auto entries = a.tensor<const K>();
+    auto entry_rows = a.tensor<const i32>(), entry_count = a.tensor<const i32>();
+    auto sink = a.tensor<const float>();
+    auto cos_sin = a.tensor<const C>();
+    auto out = a.tensor<K>();
+    i64 n = a.size(), heads = a.size(), d = a.size(), r = a.size(), ldq = a.size(), ldq_head = a.size(), ldc = a.size();
+    i64 pool = a.size(), ld_pool = a.size(), kv_lead = a.size(), width = a.size();
+    i64 entry_pool = a.size(), ld_entries = a.size(), entry_lead = a.size(), entry_width = a.size();
+    float scale = a.real();
+    constexpr int R = LANES == 8 ? 2 : 4, V = 4;
+    i64 most = (width + entry_width + 15) / 16 * 16;
+    parallel(n, double(width + entry_width) * heads * d / 8, [&](i64 begin, i64 end) {
+        SCRATCH(const K*, keys, most);
+        SCRATCH(float, scores, heads* most);
+        SCRATCH(float, queries, heads* d);
+        SCRATCH(float, result, heads* d);
+        SCRATCH(float, total, heads);
+        SCRATCH(float, turn, 2 * r);
+        SCRATCH(const float*, q_at, heads);
+        SCRATCH(const float*, p_at, heads);
+        for (i64 t = begin; t < end; ++t) {
+            i64 count = 0;
+            auto gather = [&](const K* from, i64 ld, i64 rows, const i32* at, i64 m) {
+                for (i64 j = 0; j < m; ++j)
+                    if (inside(at[j], rows)) keys[count++] = from + at[j] * ld;
+            };
+            gather(kv, ld_pool, pool, kv_rows + t / (n / kv_lead) * width, width);
+            if (entries)
+                gather(entries, ld_entries, entry_pool, entry_rows + t / (n / entry_lead) * entry_width,
+                       entry_count ? clamp(entry_count[t], 0, entry_width) : entry_width);
+            for (i64 h = 0; h < heads; ++h) {
+                q_at[h] = queries + h * d;
+                p_at[h] = scores + h * most;
+                copy_row(queries + h * d, q + t * ldq + h * ldq_head, d);
+            }
+            dots(Rows<K>{q_at}, heads, keys, count, d, scores, most);
+            for (i64 h = 0; h < heads; ++h) {
+                float* s = scores + h * most;
+                vec tops = splat(sink[h]);
+                for (i64 j = count; j < (count + 15) / 16 * 16; ++j) s[j] = -INFINITY;
+                each((count + 15) / 16 * 16, [&](i64 j, i64) {
+                    vec v = load(s + j) * scale;
+                    store(s + j, v);
+                    tops = max(tops, v);
+                });
+                float top = tops[0];
+                for (int j = 1; j < LANES; ++j) top = std::max(top, tops[j]);
+                total[h] = exp(sink[h] - top) + sum((count + 15) / 16 * 16, [&](i64 j, i64, vec acc) {
+                    vec p = exp(load(s + j) - top);
+                    store(s + j, rounded<K>(p));
+                    return acc + p;
+                });
+            }
+            for (i64 h = 0; h < heads; h += R) {
+                i64 i = 0, these = std::min<i64>(R, heads - h);
+                for (; i + V * LANES <= d; i += V * LANES) weigh<R, V>(p_at + h, these, keys, count, i, d, result + h * d, d);
+                for (; i < d; i += LANES)
+                    weigh<R, 1>(p_at + h, these, keys, count, i, std::min<i64>(LANES, d - i), result + h * d, d);
+            }
+            expand_turn(cos_sin + t * ldc, r, -1.0f, turn);
+            for (i64 h = 0; h < heads; ++h) {
+                float* x = result + h * d;
+                each(d, [&](i64 i, i64 m) { store(x + i, load(x + i, m) / total[h], m); });
+                rope_row(x, d, 1.0f, static_cast<const float*>(nullptr), turn, r, out + (t * heads + h) * d);
+            }
+        }
+    });
+}
+
+// ---- mixture of experts ---------------------------------------------------------------------------------------------------
+
+// sqrt(softplus(x . gate)) of each token [n, experts].
+float* affinities(FloatRows x, i64 n, i64 d, const float* gate, i64 experts) {
+    SCRATCH(float, scores, n* experts);
+    product(x, n, d, gate, d, experts, scores, experts);
+    each(n * experts, [&](i64 i, i64 m) {
+        vec v = load(scores + i, m);
+        store(scores + i, sqrt(max(v, vec{}) + log1p(exp(-abs(v)))), m);
+    });
+    return scores;
+}
+
+// Weights of the chosen ids from their scores; padding chooses nothing.
+INLINE void route_weights(const float* scores, i64 position, i64 k, float scale, i64 experts, i32* ids, float* weights) {
+    float total = 0;
+    for (i64 j = 0; j < k; ++j) {
+        if (position < 0) ids[j] = -1;
+        weights[j] = inside(ids[j], experts) ? scores[ids[j]] : 0.0f;
+        total += weights[j];
+    }
+    for (i64 j = 0; j < k; ++j) weights[j] = weights[j] / (total + 1e-20f) * scale;
+}
+
+// Rows of an expert: those from `first` on in the order of experts.
+struct Segment {
+    i64 expert, first, count;
+};
+
+// W: float, bf16 or int8 weights; int8 carries scales.
+template <class W> void moe(Args a) {
+    constexpr bool exact = std::is_same_v<W, int8_t>;
+    using X = std::conditional_t<exact, int8_t, float>;
+    auto input = a.tensor<const void>();
+    auto ids = a.tensor<const i32>();
+    auto weights = a.tensor<const float>();
+    auto w13 = a.tensor<const W>(), w2 = a.tensor<const W>();
+    auto s13 = a.tensor<const float>(), s2 = a.tensor<const float>();
+    auto out = a.tensor<float>();
+    i64 n = a.size(), k = a.size(), d = a.size(), f = a.size(), experts = a.size(), first = a.size(), ldx = a.size();
+    i64 dtype = a.size();
+    float limit = a.real();
+    i64 shared = experts - 1, most = n * (k + 1);
+
+    // Counting sort: routes in order of expert, then token, then slot; the shared expert takes every live token.
+    SCRATCH(i64, start, experts + 1);
+    SCRATCH(i64, order, most);   // token of each sorted route
+    SCRATCH(i64, place, most);   // sorted route of each (token, slot), the shared expert as slot k; -1 for none
+    SCRATCH(float, share, most); // routing weight of each sorted route
+    std::fill(start, start + experts + 1, 0);
+    auto expert_of = [&](i64 t, i64 j) { return inside(ids[t * k + j] - first, shared) ? ids[t * k + j] - first : -1; };
+    auto live = [&](i64 t) { return std::any_of(ids + t * k, ids + (t + 1) * k, [](i32 id) { return id >= 0; }); };
+    for (i64 t = 0; t < n; ++t) {
+        for (i64 j = 0; j < k; ++j)
+            if (i64 e = expert_of(t, j); e >= 0) ++start[e + 1];
+        start[shared + 1] += live(t);
+    }
+    for (i64 e = 0; e < experts; ++e) start[e + 1] += start[e];
+    i64 routes = start[experts];
+    SCRATCH(i64, next, experts);
+    std::copy(start, start + experts, next);
+    for (i64 t = 0; t < n; ++t)
+        for (i64 j = 0; j <= k; ++j) {
+            i64 e = j < k ? expert_of(t, j) : live(t) ? shared : -1;
+            i64 at = place[t * (k + 1) + j] = e < 0 ? -1 : next[e]++;
+            if (at < 0) continue;
+            order[at] = t;
+            share[at] = j < k ? weights[t * k + j] : 1.0f;
+        }
+
+    i64 pieces = 0;
+    SCRATCH(Segment, segments, experts + routes / ROWS);
+    for (i64 e = 0; e < experts; ++e)
+        for (i64 r = start[e]; r < start[e + 1]; r += ROWS) segments[pieces++] = {e, r, std::min(ROWS, start[e + 1] - r)};
+
+    FloatRows x = float_rows<std::conditional_t<exact, float, W>>(input, dtype, n, d, ldx);
+    SCRATCH(float, hidden, routes* f);
+    SCRATCH(float, result, routes* d);
+    SCRATCH(const X*, x_at, routes);
+    SCRATCH(const X*, h_at, routes);
+    SCRATCH(float, x_scale, routes);
+    SCRATCH(float, h_scale, routes);
+    SCRATCH(i32, x_sum, routes);
+    SCRATCH(i32, h_sum, routes);
+    SCRATCH(int8_t, x_int8, exact ? n * d : 0);
+    SCRATCH(int8_t, h_int8, exact ? routes * f : 0);
+    SCRATCH(float, token_scale, n);
+    SCRATCH(i32, token_sum, n);
+    Rows<W> xs, hs;
+    if constexpr (exact) {
+        auto q = x_int8;
+        auto scale = token_scale;
+        auto sums = token_sum;
+        parallel(n, double(d) / 4, [=](i64 begin, i64 end) {
+            for (i64 t = begin; t < end; ++t) scale[t] = quantise_row(x[t], d, q + t * d, sums + t);
+        });
+        for (i64 p = 0; p < routes; ++p) {
+            x_at[p] = x_int8 + order[p] * d;
+            x_scale[p] = token_scale[order[p]];
+            x_sum[p] = token_sum[order[p]];
+            h_at[p] = h_int8 + p * f;
+        }
+        xs = {x_at, x_scale, x_sum};
+        hs = {h_at, h_scale, h_sum};
+    } else {
+        for (i64 p = 0; p < routes; ++p) x_at[p] = x[order[p]], h_at[p] = hidden + p * f;
+        xs = {x_at};
+        hs = {h_at};
+    }
+
+    double rows = double(routes) / std::max<i64>(pieces, 1);
+    i64 wide = (f + COLS - 1) / COLS;
+    auto up_projection = [=, hidden = hidden, segments = segments](i64 begin, i64 end) {
+        float gate[ROWS * COLS], up[ROWS * COLS];
+        for (i64 task = begin; task < end; ++task) {
+            Segment s = segments[task / wide];
+            i64 c = task % wide * COLS, cols = std::min(COLS, f - c);
+            const W *gates[COLS], *ups[COLS];
+            for (i64 j = 0; j < cols; ++j) {
+                gates[j] = w13 + (s.expert * 2 * f + c + j) * d;
+                ups[j] = gates[j] + f * d;
+            }
+            dots(xs.from(s.first), s.count, gates, cols, d, gate, COLS);
+            dots(xs.from(s.first), s.count, ups, cols, d, up, COLS);
+            const float* scale = exact ? s13 + s.expert * 2 * f + c : nullptr;
+            for (i64 r = 0; r < s.count; ++r)
+                each(cols, [&](i64 j, i64 m) {
+                    vec g = load(gate + r * COLS + j, m), u = load(up + r * COLS + j, m);
+                    if constexpr (exact) g *= load(scale + j, m), u *= load(scale + f + j, m);
+                    g = min(g, splat(limit));
+                    u = max(min(u, splat(limit)), splat(-limit));
+                    store(hidden + (s.first + r) * f + c + j, rounded<W>(g / (1.0f + exp(-g)) * u), m);
+                });
+        }
+    };
+    parallel(pieces * wide, rows * COLS * d / (exact ? 32 : 8), up_projection);
+
+    if constexpr (exact) {
+        auto values = h_int8;
+        auto scale = h_scale;
+        auto sums = h_sum;
+        parallel(routes, double(f) / 4, [=, hidden = hidden, share = share](i64 begin, i64 end) {
+            for (i64 p = begin; p < end; ++p)
+                scale[p] = quantise_row(hidden + p * f, f, values + p * f, sums + p) * share[p];
+        });
+    }
+
+    wide = (d + COLS - 1) / COLS;
+    auto down_projection = [=, result = result, segments = segments, share = share](i64 begin, i64 end) {
+        for (i64 task = begin; task < end; ++task) {
+            Segment s = segments[task / wide];
+            i64 c = task % wide * COLS, cols = std::min(COLS, d - c);
+            const W* ws[COLS];
+            for (i64 j = 0; j < cols; ++j) ws[j] = w2 + (s.expert * d + c + j) * f;
+            float* at = result + s.first * d + c;
+            dots(hs.from(s.first), s.count, ws, cols, f, at, d);
+            for (i64 r = 0; r < s.count; ++r)
+                each(cols, [&](i64 j, i64 m) {
+                    vec v = load(at + r * d + j, m);
+                    if constexpr (exact)
+                        v = round_bf16(v * load(s2 + s.expert * d + c + j, m));
+                    else
+                        v *= share[s.first + r];
+                    store(at + r * d + j, v, m);
+                });
+        }
+    };
+    parallel(pieces * wide, rows * COLS * f / (exact ? 64 : 16), down_projection);
+
+    auto combine = [=, result = result, place = place](i64 begin, i64 end) {
+        for (i64 t = begin; t < end; ++t)
+            each(d, [&](i64 i, i64 m) {
+                vec total = {};
+                for (i64 j = 0; j <= k; ++j)
+                    if (i64 p = place[t * (k + 1) + j]; p >= 0) total += load(result + p * d + i, m);
+                store(out + t * d + i, exact ? round_bf16(total) : total, m);
+            });
+    };
+    parallel(n, double(k + 1) * d / 8, combine);
+}
+
+}  // namespace
+
+// ---- the operators: pointers, then integers, then floats, in the order of `cpu.py` ------------------------------------------
+
+extern "C" {
+
+void dsv4_run(const Call* calls, int64_t n, int threads) {
+    thread_limit = threads;
+    for (int64_t i = 0; i < n; ++i) calls[i].fn(calls + i);
+}
+
+void dsv4_embed(const Call* c) {
+    Args a(c);
+    auto ids = a.tensor<const i32>();
+    auto table = a.tensor<const void>();
+    auto out = a.tensor<float>();
+    i64 n = a.size(), vocab = a.size(), d = a.size(), streams = a.size(), dtype = a.size();
+    with_float(dtype, [&](auto* tag) {
+        for (i64 t = 0; t < n; ++t) {
+            auto from = static_cast<decltype(tag)>(table) + clamp(ids[t], 0, vocab - 1) * d;
+            for (i64 s = 0; s < streams; ++s) copy_row(out + (t * streams + s) * d, from, d);
+        }
+    });
+}
+
+void dsv4_take(const Call* c) {
+    Args a(c);
+    auto table = a.tensor<const char>();
+    auto rows = a.tensor<const i32>();
+    auto out = a.tensor<char>();
+    i64 n = a.size(), size = a.size(), bytes = a.size(), stride = a.size();
+    for (i64 t = 0; t < n; ++t) memcpy(out + t * bytes, table + clamp(rows[t], 0, size - 1) * stride, bytes);
+}
+
+void dsv4_rms_norm(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>();
+    auto gamma = a.tensor<const void>();
+    auto out = a.tensor<float>();
+    i64 n = a.size(), d = a.size(), ld = a.size(), dtype = a.size(), gamma_dtype = a.size();
+    float eps = a.real();
+    FloatRows rows = float_rows<float>(x, dtype, n, d, ld);
+    with_float(gamma_dtype, [&](auto* tag) {
+        parallel(n, double(d) / 8, [&](i64 begin, i64 end) {
+            for (i64 t = begin; t < end; ++t) norm_row(rows[t], d, static_cast<decltype(tag)>(gamma), eps, out + t * d);
+        });
+    });
+}
+
+void dsv4_rope(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>(), cos_sin = a.tensor<const void>(), gamma = a.tensor<const void>();
+    auto out = a.tensor<void>();
+    i64 n = a.size(), heads = a.size(), d = a.size(), r = a.size(), ld = a.size(), ld_head = a.size(), ldc = a.size();
+    i64 dtype = a.size(), turn_dtype = a.size(), gamma_dtype = a.size(), out_dtype = a.size(), normed = a.size();
+    float eps = a.real();
+    with_float(out_dtype, [&](auto* out_tag) {
+        using T = Elem<decltype(out_tag)>;
+        parallel(n, double(heads) * d / 4, [&](i64 begin, i64 end) {
+            SCRATCH(float, row, d);
+            SCRATCH(float, turn, 2 * r);
+            SCRATCH(float, weight, d);
+            if (gamma)
+                with_float(gamma_dtype, [&](auto* tag) { copy_row(weight, static_cast<decltype(tag)>(gamma), d); });
+            for (i64 t = begin; t < end; ++t) {
+                with_float(turn_dtype, [&](auto* tag) {
+                    expand_turn(static_cast<decltype(tag)>(cos_sin) + t * ldc, r, 1.0f, turn);
+                });
+                for (i64 h = 0; h < heads; ++h) {
+                    with_float(dtype, [&](auto* tag) {
+                        copy_row(row, static_cast<decltype(tag)>(x) + t * ld + h * ld_head, d);
+                    });
+                    float factor = normed ? norm_factor(sum_squares(row, d), d, eps) : 1.0f;
+                    rope_row(row, d, factor, gamma ? weight : nullptr, turn, r, static_cast<T*>(out) + (t * heads + h) * d);
+                }
+            }
+        });
+    });
+}
+
+void dsv4_linear(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>(), w = a.tensor<const void>();
+    auto out = a.tensor<float>();
+    i64 n = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldw = a.size(), dtype = a.size();
+    with_float(a.size(), [&](auto* tag) {
+        using W = Elem<decltype(tag)>;
+        product(float_rows<W>(x, dtype, n, k, ldx), n, k, static_cast<const W*>(w), ldw, width, out, width);
+    });
+}
+
+void dsv4_linear_int8(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>();
+    auto w = a.tensor<const int8_t>();
+    auto w_scale = a.tensor<const float>();
+    auto out = a.tensor<float>();
+    i64 n = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldw = a.size(), groups = a.size();
+    FloatRows from = float_rows<float>(x, a.size(), n, k, ldx);
+    i64 part = k / groups;
+    SCRATCH(int8_t, q, n* k);
+    SCRATCH(float, scale, n* groups);
+    SCRATCH(i32, sums, n* groups);
+    SCRATCH(const int8_t*, at, n* groups);
+    auto fill = [=, q = q, scale = scale, sums = sums, at = at](i64 begin, i64 end) {
+        for (i64 r = begin; r < end; ++r)
+            for (i64 g = 0; g < groups; ++g) {
+                at[g * n + r] = q + r * k + g * part;
+                scale[g * n + r] = quantise_row(from[r] + g * part, part, q + r * k + g * part, sums + g * n + r);
+            }
+    };
+    parallel(n, double(k) / 4, fill);
+    Rows<int8_t> rows{at, scale, sums};
+    tasks(n, width, k / 4, [=](i64 r, i64 count, i64 col, i64 cols) {
+        const int8_t* ws[COLS];
+        float next[ROWS * COLS];
+        float* to = out + r * width + col;
+        for (i64 g = 0; g < groups; ++g) {
+            for (i64 j = 0; j < cols; ++j) ws[j] = w + (col + j) * ldw + g * part;
+            dots(rows.from(g * n + r), count, ws, cols, part, g ? next : to, g ? COLS : width);
+            for (i64 i = 0; g && i < count; ++i)
+                for (i64 j = 0; j < cols; ++j) to[i * width + j] += next[i * COLS + j];
+        }
+        for (i64 i = 0; i < count; ++i)
+            for (i64 j = 0; j < cols; ++j) to[i * width + j] *= w_scale[col + j];
+    });
+}
+
+void dsv4_grouped_linear(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>(), w = a.tensor<const void>();
+    auto out = a.tensor<float>();
+    i64 n = a.size(), groups = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldx_group = a.size();
+    i64 dtype = a.size();
+    with_float(a.size(), [&](auto* tag) {
+        using W = Elem<decltype(tag)>;
+        for (i64 g = 0; g < groups; ++g) {
+            auto from = static_cast<const char*>(x) + g * ldx_group * (dtype == F32 ? 4 : 2);
+            product(float_rows<W>(from, dtype, n, k, ldx), n, k, static_cast<const W*>(w) + g * width * k, k, width,
+                    out + g * width, groups * width);
+        }
+    });
+}
+
+void dsv4_hc_pre(const Call* c) {
+    with_float(c->i[4], [&](auto* tag) { hc_pre(Args(c), tag); });
+}
+
+void dsv4_hc_head(const Call* c) {
+    with_float(c->i[3], [&](auto* tag) { hc_head(Args(c), tag); });
+}
+
+void dsv4_hc_post(const Call* c) {
+    Args a(c);
+    auto streams = a.tensor<const float>();
+    auto y = a.tensor<const void>();
+    auto post = a.tensor<const float>(), comb = a.tensor<const float>();
+    auto out = a.tensor<float>();
+    i64 n = a.size(), m = a.size(), d = a.size(), ldy = a.size();
+    FloatRows rows = float_rows<float>(y, a.size(), n, d, ldy);
+    parallel(n, double(d) * m * m / 8, [&](i64 begin, i64 end) {
+        for (i64 t = begin; t < end; ++t)
+            each(d, [&](i64 i, i64 w) {
+                vec in[MAX_STREAMS], add = load(rows[t] + i, w);
+                for (i64 s = 0; s < m; ++s) in[s] = load(streams + (t * m + s) * d + i, w);
+                for (i64 o = 0; o < m; ++o) {
+                    vec total = add * post[t * m + o];
+                    for (i64 s = 0; s < m; ++s) total = fma(splat(comb[(t * m + s) * m + o]), in[s], total);
+                    store(out + (t * m + o) * d + i, total, w);
+                }
+            });
+    });
+}
+
+void dsv4_taps(const Call* c) {
+    Args a(c);
+    i64 n = a.size(), m = a.size(), d = a.size(), count = a.size();
+    auto out = a.tensor<float>();
+    parallel(n, double(d) * m * count / 16, [&](i64 begin, i64 end) {
+        for (i64 t = begin; t < end; ++t)
+            for (i64 k = 0; k < count; ++k) {
+                auto streams = static_cast<const float*>(c->ptr[1 + k]) + t * m * d;
+                each(d, [&](i64 i, i64 w) {
+                    vec total = {};
+                    for (i64 s = 0; s < m; ++s) total += load(streams + s * d + i, w);
+                    store(out + (t * count + k) * d + i, total / float(m), w);
+                });
+            }
+    });
+}
+
+void dsv4_addresses(const Call* c) { addresses(Args(c)); }
+
+void dsv4_draft_addresses(const Call* c) {
+    Args a(c);
+    auto anchor = a.tensor<const i32>(), position = a.tensor<const i32>(), table = a.tensor<const i32>();
+    auto ids = a.tensor<i32>(), positions = a.tensor<i32>(), rows = a.tensor<i32>(), own = a.tensor<i32>();
+    i64 n = a.size();
+    Ring window{table, a.size(), PAGE_WINDOW};
+    i64 steps = a.size(), width = a.size(), noise = a.size();
+    for (i64 r = 0; r < n; ++r) {
+        for (i64 j = 0; j < steps; ++j) {
+            i64 t = r * steps + j;
+            ids[t] = j ? i32(noise) : anchor[r];
+            positions[t] = i32(position[r] + j);
+            own[t] = i32(t);
+        }
+        for (i64 j = 0; j < width; ++j) rows[r * width + j] = window(r, position[r] - width + j);
+    }
+}
+
+void dsv4_scatter(const Call* c) {
+    Args a(c);
+    auto pool = a.tensor<char>();
+    auto slots = a.tensor<const i32>();
+    auto rows = a.tensor<const char>();
+    i64 n = a.size(), size = a.size(), k = a.size(), ld = a.size(), to = a.size(), from = a.size(), itemsize = a.size();
+    parallel(n, double(k) / 8, [&](i64 begin, i64 end) {
+        for (i64 t = begin; t < end; ++t) {
+            if (!inside(slots[t], size)) continue;
+            char* at = pool + slots[t] * k * itemsize;
+            if (to == from)
+                memcpy(at, rows + t * ld * itemsize, k * itemsize);
+            else if (to == BF16)
+                copy_row(reinterpret_cast<bf16*>(at), reinterpret_cast<const float*>(rows) + t * ld, k);
+            else
+                copy_row(reinterpret_cast<float*>(at), reinterpret_cast<const bf16*>(rows) + t * ld, k);
+        }
+    });
+}
+
+void dsv4_write_state(const Call* c) {
+    Args a(c);
+    auto pool = a.tensor<float>();
+    auto slots = a.tensor<const i32>();
+    auto from = a.tensor<const void>();
+    auto ape = a.tensor<const float>();
+    auto positions = a.tensor<const i32>();
+    i64 n = a.size(), size = a.size(), width = a.size(), ratio = a.size(), ld = a.size();
+    FloatRows rows = float_rows<float>(from, a.size(), n, width, ld);
+    i64 half = width / 2;
+    for (i64 t = 0; t < n; ++t) {
+        if (!inside(slots[t], size)) continue;
+        const float *row = rows[t], *bias = ape + std::max(positions[t], 0) % ratio * half;
+        float* to = pool + slots[t] * width;
+        copy_row(to, row, half);
+        each(half, [&](i64 i, i64 m) { store(to + half + i, load(row + half + i, m) + load(bias + i, m), m); });
+    }
+}
+
+void dsv4_compress(const Call* c) {
+    with_float(c->i[7], [&](auto* gamma) {
+        with_float(c->i[8], [&](auto* out) {
+            with_float(c->i[9], [&](auto* turn) {
+                compress<Elem<decltype(gamma)>, Elem<decltype(out)>, Elem<decltype(turn)>>(Args(c));
+            });
+        });
+    });
+}
+
+void dsv4_hadamard_quantise(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>();
+    auto values = a.tensor<int8_t>();
+    auto scale = a.tensor<float>();
+    i64 n = a.size(), heads = a.size(), d = a.size(), ld = a.size(), ld_head = a.size();
+    float factor = a.real();
+    with_float(a.size(), [&](auto* tag) {
+        parallel(n, double(heads) * d, [&](i64 begin, i64 end) {
+            SCRATCH(float, row, d);
+            for (i64 t = begin; t < end; ++t)
+                for (i64 h = 0; h < heads; ++h) {
+                    auto from = static_cast<decltype(tag)>(x) + t * ld + h * ld_head;
+                    each(d, [&](i64 i, i64 m) { store(row + i, round_bf16(load(from + i, m)), m); });
+                    hadamard(row, d);
+                    each(d, [&](i64 i, i64 m) { store(row + i, round_bf16(load(row + i, m) * factor), m); });
+                    i32 sum;
+                    scale[t * heads + h] = quantise_row(row, d, values + (t * heads + h) * d, &sum);
+                }
+        });
+    });
+}
+
+void dsv4_index_topk(const Call* c) {
+    if (c->i[11] == I8) return index_topk<int8_t>(Args(c));
+    with_float(c->i[11], [&](auto* tag) { index_topk<Elem<decltype(tag)>>(Args(c)); });
+}
+
+void dsv4_attention(const Call* c) {
+    with_float(c->i[15], [&](auto* key) {
+        with_float(c->i[16], [&](auto* turn) { attention<Elem<decltype(key)>, Elem<decltype(turn)>>(Args(c)); });
+    });
+}
+
+void dsv4_route(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>();
+    auto gate = a.tensor<const float>(), bias = a.tensor<const float>();
+    auto positions = a.tensor<const i32>();
+    auto ids = a.tensor<i32>();
+    auto weights = a.tensor<float>();
+    i64 n = a.size(), d = a.size(), experts = a.size(), k = a.size(), ldx = a.size();
+    FloatRows rows = float_rows<float>(x, a.size(), n, d, ldx);
+    float scale = a.real();
+    const float* scores = affinities(rows, n, d, gate, experts);
+    parallel(n, double(k) * experts / 4, [&](i64 begin, i64 end) {
+        SCRATCH(float, biased, experts);
+        for (i64 t = begin; t < end; ++t) {
+            const float* row = scores + t * experts;
+            each(experts, [&](i64 i, i64 m) { store(biased + i, load(row + i, m) + load(bias + i, m), m); });
+            for (i64 j = 0; j < k; ++j) {
+                i64 best = std::max<i64>(best_of(experts, [&](i64 i, i64 m) { return load(biased + i, m); }).index, 0);
+                ids[t * k + j] = i32(best);
+                biased[best] = -INFINITY;
+            }
+            route_weights(row, positions[t], k, scale, experts, ids + t * k, weights + t * k);
+        }
+    });
+}
+
+void dsv4_route_hash(const Call* c) {
+    Args a(c);
+    auto x = a.tensor<const void>();
+    auto gate = a.tensor<const float>();
+    auto table = a.tensor<const i32>(), tokens = a.tensor<const i32>(), positions = a.tensor<const i32>();
+    auto ids = a.tensor<i32>();
+    auto weights = a.tensor<float>();
+    i64 n = a.size(), d = a.size(), experts = a.size(), k = a.size(), vocab = a.size(), ldx = a.size();
+    FloatRows rows = float_rows<float>(x, a.size(), n, d, ldx);
+    float scale = a.real();
+    const float* scores = affinities(rows, n, d, gate, experts);
+    for (i64 t = 0; t < n; ++t) {
+        memcpy(ids + t * k, table + clamp(tokens[t], 0, vocab - 1) * k, k * sizeof(i32));
+        route_weights(scores + t * experts, positions[t], k, scale, experts, ids + t * k, weights + t * k);
+    }
+}
+
+void dsv4_moe(const Call* c) {
+    with_float(c->i[8], [&](auto* tag) { moe<Elem<decltype(tag)>>(Args(c)); });
+}
+
+void dsv4_moe_int8(const Call* c) { moe<int8_t>(Args(c)); }
+
+void dsv4_argmax(const Call* c) {
+    Args a(c);
+    auto logits = a.tensor<const void>();
+    auto out = a.tensor<i32>();
+    i64 n = a.size(), vocab = a.size(), ld = a.size();
+    with_float(a.size(), [&](auto* tag) {
+        parallel(n, double(vocab) / 8, [&](i64 begin, i64 end) {
+            for (i64 r = begin; r < end; ++r) {
+                auto row = static_cast<decltype(tag)>(logits) + r * ld;
+                Best best = best_of(vocab, [&](i64 i, i64 m) { return load(row + i, m); });
+                out[r] = i32(std::max<i64>(best.index, 0));
+            }
+        });
+    });
+}
+
+void dsv4_markov(const Call* c) {
+    Args a(c);
+    auto base = a.tensor<const float>();
+    auto w1 = a.tensor<const void>(), w2 = a.tensor<const void>();
+    auto anchor = a.tensor<const i32>();
+    auto out = a.tensor<i32>();
+    i64 n = a.size(), steps = a.size(), vocab = a.size(), rank = a.size(), ld = a.size(), ld_step = a.size();
+    with_float(a.size(), [&](auto* tag) {
+        using W = Elem<decltype(tag)>;
+        constexpr i64 CHUNK = 512;
+        i64 chunks = (vocab + CHUNK - 1) / CHUNK;
+        SCRATCH(float, previous, n* rank);
+        SCRATCH(Best, best, n* chunks);
+        SCRATCH(const float*, at, n);
+        Rows<W> rows{at};
+        for (i64 s = 0; s < steps; ++s) {
+            for (i64 r = 0; r < n; ++r) {
+                i64 token = clamp(s ? out[r * steps + s - 1] : anchor[r], 0, vocab - 1);
+                copy_row(previous + r * rank, static_cast<const W*>(w1) + token * rank, rank);
+                at[r] = previous + r * rank;
+            }
+            auto search = [=, best = best](i64 begin, i64 end) {
+                SCRATCH(float, logits, n* CHUNK);
+                const W* ws[CHUNK];
+                for (i64 chunk = begin; chunk < end; ++chunk) {
+                    i64 from = chunk * CHUNK, count = std::min(CHUNK, vocab - from);
+                    for (i64 j = 0; j < count; ++j) ws[j] = static_cast<const W*>(w2) + (from + j) * rank;
+                    dots(rows, n, ws, count, rank, logits, CHUNK);
+                    for (i64 r = 0; r < n; ++r) {
+                        const float *added = base + r * ld + s * ld_step + from, *own = logits + r * CHUNK;
+                        Best& b = best[r * chunks + chunk] =
+                            best_of(count, [&](i64 i, i64 m) { return load(added + i, m) + load(own + i, m); });
+                        b.index += b.index < 0 ? 0 : from;
+                    }
+                }
+            };
+            parallel(chunks, double(n) * CHUNK * rank / 16, search);
+            for (i64 r = 0; r < n; ++r) {
+                Best b;
+                for (i64 chunk = 0; chunk < chunks; ++chunk)
+                    if (Best part = best[r * chunks + chunk]; part.index >= 0) b.add(part.value, part.index);
+                out[r * steps + s] = i32(std::max<i64>(b.index, 0));
+            }
+        }
+    });
+}
+
+void dsv4_begin(const Call* c) {
+    Args a(c);
+    auto slots = a.tensor<const i32>(), anchor = a.tensor<const i32>(), drafts = a.tensor<const i32>();
+    auto position = a.tensor<const i32>(), limit = a.tensor<const i32>();
+    auto ids = a.tensor<i32>(), start = a.tensor<i32>(), length = a.tensor<i32>();
+    i64 n = a.size(), size = a.size(), ld = a.size(), query_len = a.size();
+    for (i64 r = 0; r < n; ++r) {
+        i64 slot = clamp(slots[r], 0, size - 1);
+        start[r] = position[slot];
+        length[r] = i32(clamp(i64(limit[slot]) - 1 - position[slot], 0, query_len));
+        ids[r * query_len] = anchor[slot];
+        for (i64 j = 1; j < query_len; ++j) ids[r * query_len + j] = drafts[slot * ld + j - 1];
+    }
+}
+
+void dsv4_accept(const Call* c) {
+    Args a(c);
+    auto ids = a.tensor<const i32>(), greedy = a.tensor<const i32>(), length = a.tensor<const i32>();
+    auto eos = a.tensor<const i32>();
+    auto tokens = a.tensor<i32>(), count = a.tensor<i32>(), ended = a.tensor<i32>(), verified = a.tensor<i32>();
+    i64 n = a.size(), query_len = a.size(), ld_ids = a.size(), ld_greedy = a.size();
+    for (i64 r = 0; r < n; ++r) {
+        const i32 *in = ids + r * ld_ids, *got = greedy + r * ld_greedy;
+        bool going = true;
+        count[r] = ended[r] = 0;
+        verified[r] = std::max(length[r] - 1, 0);
+        for (i64 j = 0; j < query_len; ++j) {
+            if (j) going = going && in[j] == got[j - 1] && got[j - 1] != eos[r];
+            bool keep = going && j < length[r];
+            tokens[r * query_len + j] = keep ? got[j] : -1;
+            count[r] += keep;
+            ended[r] |= keep && got[j] == eos[r];
+        }
+    }
+}
+
+void dsv4_commit(const Call* c) {
+    Args a(c);
+    auto slots = a.tensor<const i32>(), tokens = a.tensor<const i32>(), count = a.tensor<const i32>();
+    auto ended = a.tensor<const i32>();
+    auto anchor = a.tensor<i32>(), position = a.tensor<i32>(), limit = a.tensor<i32>();
+    i64 n = a.size(), size = a.size(), query_len = a.size(), ld = a.size();
+    for (i64 r = 0; r < n; ++r) {
+        i64 slot = slots[r], emitted = clamp(count[r], 0, query_len);
+        if (!inside(slot, size)) continue;
+        if (emitted) anchor[slot] = tokens[r * ld + emitted - 1];
+        position[slot] += i32(emitted);
+        if (ended[r] > 0) limit[slot] = 0;
+    }
+}
+}
