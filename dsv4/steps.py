@@ -81,7 +81,8 @@ def verify(env: Env, shape: StepShape) -> StepFn:
         ops.commit(slots, tokens, count, ended, state.anchor, state.position, state.limit)
         if params.drafter is not None:
             cache = write_context(env, params.drafter, cache, taps, at)
-            state = _draft(env, params, cache, state, slots)
+            if shape.query_len > 1:
+                state = _draft(env, params, cache, state, slots)
         return StepOutput(tokens=tokens, count=count, proposed=proposed), cache, state
 
     return step

@@ -213,7 +213,7 @@ def addresses(
     def closings(ratio: int, table: Tensor, page: int, reach: int) -> list[Tensor]:
         windows, closes = _closing(start, length, query_len, ratio)
         per_page = PAGE_HISTORY // ratio
-        column = torch.div(windows, per_page, rounding_mode="floor").clamp(max=history.shape[1] - 1)
+        column = torch.div(windows, per_page, rounding_mode="floor").clamp(0, history.shape[1] - 1)
         entry = torch.gather(history, 1, column.long()) * per_page + windows % per_page
         first = windows * ratio + ratio - reach
         tokens = first.unsqueeze(-1) + torch.arange(reach, dtype=torch.int32, device=start.device)

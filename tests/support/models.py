@@ -6,19 +6,21 @@ from dataclasses import fields
 import torch
 from torch import Tensor
 
+from dsv4.checkpoint.formats import quantize_int8
 from dsv4.checkpoint.random import random_weights
 from dsv4.config import ModelConfig
 from dsv4.mesh import SINGLE
 from dsv4.model.rope import rope_tables
 from dsv4.params import Params, build_drafter, build_target
+from dsv4.tree import QuantWeight
 
-BASE = dict(
-    vocab_size=160, hidden_size=64, num_hidden_layers=5, num_hash_layers=2, num_attention_heads=4, head_dim=32,
-    qk_rope_head_dim=16, q_lora_rank=32, o_lora_rank=16, o_groups=2, sliding_window=128,
-    compress_ratios=(0, 0, 4, 128, 4, 0, 0, 0), index_n_heads=16, index_head_dim=16, index_topk=8, n_routed_experts=8,
-    num_experts_per_tok=2, moe_intermediate_size=32, max_position_embeddings=4096, dspark_block_size=5,
-    dspark_noise_token_id=150, dspark_target_layer_ids=(2, 3, 4), dspark_markov_rank=16, quant_format="none",
-)  # fmt: skip
+BASE = {
+    "vocab_size": 160, "hidden_size": 64, "num_hidden_layers": 5, "num_hash_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+    "qk_rope_head_dim": 16, "q_lora_rank": 32, "o_lora_rank": 16, "o_groups": 2, "sliding_window": 128,
+    "compress_ratios": (0, 0, 4, 128, 4, 0, 0, 0), "index_n_heads": 16, "index_head_dim": 16, "index_topk": 8, "n_routed_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 32, "max_position_embeddings": 4096, "dspark_block_size": 5,
+    "dspark_noise_token_id": 150, "dspark_target_layer_ids": (2, 3, 4), "dspark_markov_rank": 16, "quant_format": "none",
+}  # fmt: skip
 
 
 def tiny_config(**overrides) -> ModelConfig:
@@ -109,3 +111,29 @@ def hf_model(cfg: ModelConfig, weights: dict[str, Tensor]):
     missing = [name for name in missing if "inv_freq" not in name]
     assert not missing and not unexpected, (missing, unexpected)
     return model
+
+
+def quantised(cfg: ModelConfig, weights: dict[str, Tensor], *, drafter=False, positions=2048, mesh=SINGLE) -> Params:
+    """The same weights as W8A8: int8 sites quantised per output channel, everything else bf16."""
+    return Params(
+        target=build_target(cfg, QuantReader(weights), mesh),
+        drafter=build_drafter(cfg, QuantReader(weights), mesh) if drafter else None,
+        rope=rope_tables(cfg, positions, torch.bfloat16),
+    )
+
+
+class QuantReader(MemoryReader):
+    def __init__(self, weights: dict[str, Tensor]) -> None:
+        super().__init__(weights, torch.bfloat16)
+
+    def _int8(self, w: Tensor) -> QuantWeight:
+        values, scale = quantize_int8(w.flatten(0, -2).float())
+        return QuantWeight(values=values.view(w.shape), scale=scale.view(w.shape[:-1]))
+
+    def __call__(self, names, form, **where):
+        if form == "int8":
+            return self._int8(super().__call__(names, "f32", **where))
+        return super().__call__(names, form, **where)
+
+    def stack(self, names, form):
+        return self._int8(torch.stack([MemoryReader.__call__(self, group, "f32") for group in names]))

@@ -105,3 +105,34 @@ class Runner:
             assert new
             tokens += new
         return tokens
+
+    def force(self, slot: int, drafts: Sequence[int]) -> None:
+        """A test drafter: replaces the slot's next drafts."""
+        self.state.drafts[slot] = i32(list(drafts))
+
+    def rows(self, slot: int, n: int) -> dict[str, torch.Tensor]:
+        """Every cache row that a request with n committed positions may still read, by leaf, in order of position."""
+        tables = self.state.tables
+
+        def pool(table: torch.Tensor, first: int, last: int, page: int, of: torch.Tensor) -> torch.Tensor:
+            positions = torch.arange(first, last)
+            pages = table[slot][(positions // page) % table.shape[1]]
+            return of[pages.long() * page + positions % page]
+
+        found: dict[str, torch.Tensor] = {}
+        first = max(0, n - self.cfg.sliding_window + 1)
+        for i, layer in enumerate(self.cache.layers):
+            found[f"{i}.kv"] = pool(tables.window, first, n, 32, layer.kv)
+            if hasattr(layer, "index_keys"):
+                tail = max(0, n // 4 * 4 - 4)
+                for name in ("state", "index_state"):
+                    found[f"{i}.{name}"] = pool(tables.tail, tail, n, 8, getattr(layer, name))
+                for name in ("entries", "index_keys", "index_scale"):
+                    if getattr(layer, name) is not None:
+                        found[f"{i}.{name}"] = pool(tables.history, 0, n // 4, 32, getattr(layer, name))
+            elif hasattr(layer, "state"):
+                found[f"{i}.state"] = pool(tables.open, n // 128 * 128, n, 32, layer.state)
+                found[f"{i}.entries"] = pool(tables.history, 0, n // 128, 1, layer.entries)
+        for s, context in enumerate(self.cache.context):
+            found[f"context.{s}"] = pool(tables.window, first, n, 32, context)
+        return found

@@ -1,0 +1,37 @@
+# The two commands: `make demo` and `make test`. Both create .venv when it is missing and are quick when it is there.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+ARGS ?=
+
+.PHONY: demo serve test test-slow lint bench clean
+
+$(VENV)/.core: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e .
+	@touch $@
+
+$(VENV)/.test: $(VENV)/.core
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[test,grammar]'
+	@touch $@
+
+demo: $(VENV)/.core  ## checkpoint, convert, serve at K=7, one completion over HTTP
+	$(BIN)/python tools/demo.py
+
+serve: $(VENV)/.core  ## serve the demo model on port 8000; ARGS='--port 9000' adds flags
+	$(BIN)/python tools/demo.py --serve $(ARGS)
+
+test: $(VENV)/.test  ## lint and the default tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-slow: $(VENV)/.test  ## the longer tests
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+lint: $(VENV)/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean:
+	rm -rf $(VENV) build *.egg-info

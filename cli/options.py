@@ -1,0 +1,82 @@
+"""Engine flags for Typer, declared once and spliced into every command that runs an engine."""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Annotated, Any, get_type_hints
+
+import typer
+
+from serving.args import EngineArgs
+
+# field -> (extra flag names, help, panel)
+_HELP: dict[str, tuple[tuple[str, ...], str, str]] = {
+    "model": ((), "Checkpoint folder (W8A8; see `dsv4 convert`), or `demo`.", "Model"),
+    "served_model_name": ((), "Name in the API; default: the folder's name.", "Model"),
+    "dtype": ((), "auto: as stored. float32 runs a source or W8A8 checkpoint dequantised.", "Model"),
+    "kv_cache_dtype": ((), "auto follows --dtype.", "Model"),
+    "platform": ((), "a2a3, cpu or auto (an NPU if one is usable, else the CPU).", "Device"),
+    "target": ((), "How graphs are compiled: auto, cpu, plain, inductor, torchair, npugraph_ex.", "Device"),
+    "device": ((), "One device id.", "Device"),
+    "devices": ((), "Device ids, one per rank: 0,1,2,...", "Device"),
+    "dp": (("--data-parallel-size",), "Data-parallel groups.", "Device"),
+    "ep": (("--expert-parallel-size",), "Expert-parallel ranks: all of them.", "Device"),
+    "tp": (("--tensor-parallel-size",), "Tensor-parallel ranks per group.", "Device"),
+    "threads": ((), "CPU threads per rank; default: cores / ranks.", "Device"),
+    "npu_memory_utilization": ((), "Share of device memory (of free host memory on the CPU) to use.", "Device"),
+    "block_size": ((), "Tokens per kv page: 32.", "Cache"),
+    "max_model_len": ((), "Prompt + output tokens of a request at most.", "Cache"),
+    "enable_prefix_caching": ((), "Reuse the cache of shared prefixes.", "Cache"),
+    "prefix_replay": ((), "1: hits from 129 tokens on; 128: the original's rule, from 256.", "Cache"),
+    "max_num_seqs": ((), "Requests running at once, whole server.", "Scheduling"),
+    "max_num_batched_tokens": ((), "Tokens per step, whole server.", "Scheduling"),
+    "long_prefill_token_threshold": ((), "Prefill chunk of one request at most.", "Scheduling"),
+    "max_waiting": ((), "Requests queued before new ones get 503.", "Scheduling"),
+    "enable_chunked_prefill": ((), "Split long prompts over steps.", "Scheduling"),
+    "data_parallel_routing": ((), "Accepted for compatibility: groups are chosen by prefix, then load.", "Scheduling"),
+    "speculative_config": ((), """'{"method":"dspark","num_speculative_tokens":7}' drafts seven tokens a step.""", "Speculation"),
+    "num_speculative_tokens": ((), "Old alias of --speculative-config.", "Speculation"),
+    "ring_heap": ((), "Accepted and ignored (with a warning).", "Compatibility"),
+    "ring_task_window": ((), "Accepted and ignored (with a warning).", "Compatibility"),
+    "ring_dep_pool": ((), "Accepted and ignored (with a warning).", "Compatibility"),
+    "use_compile_cache": ((), "Accepted: compiled graphs are always cached.", "Compatibility"),
+}  # fmt: skip
+
+
+def engine_parameters() -> list[inspect.Parameter]:
+    """One keyword parameter per field of EngineArgs, annotated for Typer."""
+    hints = get_type_hints(EngineArgs)
+    parameters = []
+    for field in dataclasses.fields(EngineArgs):
+        extra, text, panel = _HELP[field.name]
+        flag = "--" + field.name.replace("_", "-")
+        if hints[field.name] is bool and flag.startswith("--enable-"):
+            flag = f"{flag}/--no-{flag.removeprefix('--')}"
+        option = typer.Option(flag, *extra, help=text, rich_help_panel=panel)
+        default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
+        parameters.append(
+            inspect.Parameter(
+                field.name,
+                inspect.Parameter.KEYWORD_ONLY,
+                default=default,
+                annotation=Annotated[hints[field.name], option],
+            )
+        )
+    return parameters
+
+
+def takes_engine_args(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Gives `command(args: EngineArgs, ...)` all engine flags in front of its own options."""
+    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+    names = {field.name for field in dataclasses.fields(EngineArgs)}
+
+    @functools.wraps(command)
+    def wrapper(**values: Any) -> Any:
+        engine = EngineArgs(**{name: values.pop(name) for name in names})
+        return command(engine, **values)
+
+    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+    wrapper.__signature__ = inspect.Signature([*engine_parameters(), *keyword])  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in [*engine_parameters(), *keyword]}
+    return wrapper

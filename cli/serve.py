@@ -1,0 +1,45 @@
+"""`dsv4 serve`: the OpenAI-compatible server."""
+
+from typing import Annotated
+
+import typer
+
+from cli.console import log_to_stderr, stage_progress
+from cli.options import takes_engine_args
+from serving.args import EngineArgs
+from serving.build import build_engine
+from serving.http.app import create_app
+from serving.http.run import serve as run_server
+from serving.http.settings import GenerationDefaults, HttpSettings
+
+
+@takes_engine_args
+def serve(
+    args: EngineArgs,
+    host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel="HTTP")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on.", rich_help_panel="HTTP")] = 8000,
+    generate_config: Annotated[
+        str | None, typer.Option(help="JSON: server defaults of request fields.", rich_help_panel="HTTP")
+    ] = None,
+    api_key: Annotated[
+        list[str] | None, typer.Option(help="Keys that clients must send; repeatable.", rich_help_panel="HTTP")
+    ] = None,
+    cors_origin: Annotated[
+        list[str] | None, typer.Option(help="Browser origins to allow; repeatable.", rich_help_panel="HTTP")
+    ] = None,
+) -> None:
+    """Serves a model over HTTP."""
+    log_to_stderr()
+    settings = HttpSettings(
+        defaults=GenerationDefaults.from_json(generate_config) if generate_config else GenerationDefaults(),
+        api_keys=tuple(api_key or ()),
+        cors_origins=tuple(cors_origin or ()),
+    )
+    with stage_progress("start") as progress:
+        built = build_engine(args, progress)
+    for what, value in [*built.banner(), ("listening", f"http://{host}:{port}/v1")]:
+        typer.echo(f"{what:>13}  {value}", err=True)
+    try:
+        run_server(create_app(built.engine, built.tokenizer, settings=settings), host, port)
+    finally:
+        built.engine.close()

@@ -1,0 +1,181 @@
+"""From a partition's plan (integers) to padded arrays of static shapes, and from a step's output back to tokens.
+
+A step is a list of launches in a fixed order: prefill launches (tiles packed in plan order), then the seeds of the prompts
+that ended (K > 0), then one decode or speculate launch. Everything here is numpy int32 and picklable: it is what one engine
+process sends to its workers.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4.config import StepKind, StepShape
+from dsv4.errors import ConfigError
+from serving.pages import BLOCK_TOKENS
+from serving.plan import PartitionPlan, PartitionResult, PrefillChunk
+
+Array = np.ndarray
+
+
+@dataclass(frozen=True, kw_only=True)
+class Buckets:
+    """The static shapes a server captures; a step takes the smallest that fits.
+
+    rows: decode rows per launch. tiles: (query_len, rows) of prefill launches, by size. pages: history pages in view.
+    """
+
+    rows: tuple[int, ...]
+    tiles: tuple[tuple[int, int], ...]
+    pages: tuple[int, ...]
+
+    def shapes(self, k: int) -> Iterator[StepShape]:
+        """Every program of a server with k drafts."""
+        for pages in self.pages:
+            for query_len, rows in self.tiles:
+                yield StepShape("prefill", rows, query_len, pages)
+            for rows in self.rows:
+                yield StepShape("speculate" if k else "decode", rows, k + 1, pages)
+        if k:
+            for rows in self.rows:
+                yield StepShape("seed", rows, k, self.pages[0])  # drafting sees a window, never the history
+
+
+def default_buckets(max_model_len: int, max_rows: int, max_tiles: int, tile: int) -> Buckets:
+    """Powers of two up to the limits; a short tile for what a prefix hit or a short prompt leaves; contexts by factors of 8."""
+
+    def powers(most: int, first: int = 1, factor: int = 2) -> tuple[int, ...]:
+        sizes = []
+        while first < most:
+            sizes.append(first)
+            first *= factor
+        return (*sizes, most)
+
+    if max_tiles < 1:
+        raise ConfigError(f"a prefill launch needs room for one tile of {tile} tokens")
+    pages = powers(-(-max_model_len // BLOCK_TOKENS), 64, 8)
+    return Buckets(
+        rows=powers(max_rows), tiles=((16, 1), *((tile, rows) for rows in powers(max_tiles, factor=4))), pages=pages
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One program replay. `arrays` are the fields of its batch; `live` rows carry requests, the rest is padding."""
+
+    shape: StepShape
+    arrays: dict[str, Array]
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepWork:
+    """A partition's step. tables[group] = (slots, columns, pages): entries to write first."""
+
+    tables: dict[str, tuple[Array, Array, Array]]
+    launches: tuple[Launch, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tile:
+    slot: int
+    start: int
+    ids: Sequence[int]
+    chunk: PrefillChunk
+    final: bool
+
+
+class BatchBuilder:
+    """Builds the work of one partition. `dummy` is the slot of padding rows (the number of real slots)."""
+
+    def __init__(self, buckets: Buckets, dummy: int, k: int) -> None:
+        self._buckets = buckets
+        self._dummy = dummy
+        self._k = k
+        self._tile = max(query_len for query_len, _ in buckets.tiles)
+
+    def build(self, plan: PartitionPlan) -> StepWork:
+        """The launches of a plan, in the order of this module's docstring."""
+        launches = list(self._prefill(plan.prefill))
+        if self._k and plan.finals:
+            launches += self._rows("seed", self._k, [chunk.slot for chunk in plan.finals], 0)
+        if plan.decode:
+            kind: StepKind = "speculate" if self._k else "decode"
+            reach = max(min(seat.upper, seat.request.limit) for seat in plan.decode)
+            launches += self._rows(kind, self._k + 1, plan.slots, reach)
+        tables = {
+            group: tuple(np.array(column, np.int32) for column in (updates.slots, updates.columns, updates.pages))
+            for group, updates in plan.table_updates.items()
+            if updates.slots
+        }
+        return StepWork(tables, tuple(launches))
+
+    def result(
+        self, plan: PartitionPlan, work: StepWork, outputs: Sequence[dict[str, Array] | None]
+    ) -> PartitionResult:
+        """What the scheduler commits: `outputs` are the launches' StepOutput fields."""
+        first: list[int] = []
+        rows: list[list[int]] = []
+        proposed: list[int] = []
+        for launch, out in zip(work.launches, outputs, strict=True):
+            if launch.shape.kind == "prefill":
+                finals = np.flatnonzero(launch.arrays["limit"])
+                first += out["tokens"][finals, 0].tolist()
+            elif launch.shape.kind != "seed":
+                tokens, count = out["tokens"].tolist(), out["count"].tolist()
+                rows += [tokens[r][: count[r]] for r in range(launch.live)]
+                proposed += out["proposed"][: launch.live].tolist()
+        return PartitionResult(first, rows, proposed)
+
+    def _pages(self, positions: int) -> int:
+        needed = -(-positions // BLOCK_TOKENS)
+        return next(pages for pages in self._buckets.pages if pages >= needed)
+
+    def _rows(self, kind: StepKind, query_len: int, slots: list[int], reach: int) -> Iterator[Launch]:
+        most = self._buckets.rows[-1]
+        for first in range(0, len(slots), most):
+            part = slots[first : first + most]
+            rows = next(rows for rows in self._buckets.rows if rows >= len(part))
+            padded = np.full(rows, self._dummy, np.int32)
+            padded[: len(part)] = part
+            yield Launch(StepShape(kind, rows, query_len, self._pages(reach)), {"slots": padded}, len(part))
+
+    def _prefill(self, chunks: Sequence[PrefillChunk]) -> Iterator[Launch]:
+        tiles = [
+            _Tile(c.slot, c.start + at, tokens[at : at + self._tile], c, c.final and at + self._tile >= c.length)
+            for c in chunks
+            for tokens in (c.tokens,)
+            for at in range(0, c.length, self._tile)
+        ]
+        most = max(rows for _, rows in self._buckets.tiles)
+        for first in range(0, len(tiles), most):
+            yield self._pack(tiles[first : first + most])
+
+    def _pack(self, tiles: Sequence[_Tile]) -> Launch:
+        longest = max(len(tile.ids) for tile in tiles)
+        query_len, rows = next((q, r) for q, r in self._buckets.tiles if q >= longest and r >= len(tiles))
+        n = len(tiles)
+
+        def column(values: Sequence[int], padding: int) -> Array:
+            out = np.full(rows, padding, np.int32)
+            out[:n] = values
+            return out
+
+        ids = np.zeros((rows, query_len), np.int32)
+        for row, tile in enumerate(tiles):
+            ids[row, : len(tile.ids)] = tile.ids
+        length = column([len(tile.ids) for tile in tiles], 0)
+        requests = [tile.chunk.seat.request for tile in tiles]
+        eos = [-1 if r.eos_token_id is None else r.eos_token_id for r in requests]
+        arrays = {
+            "slots": column([tile.slot for tile in tiles], self._dummy),
+            "start": column([tile.start for tile in tiles], 0),
+            "length": length,
+            "ids": ids,
+            "last": (np.arange(rows, dtype=np.int32) * query_len + np.maximum(length - 1, 0)).astype(np.int32),
+            "final": column([t.slot if t.final else self._dummy for t in tiles], self._dummy),
+            "limit": column([r.limit if t.final else 0 for t, r in zip(tiles, requests, strict=True)], 0),
+            "eos": column([e if t.final else -1 for t, e in zip(tiles, eos, strict=True)], -1),
+        }
+        reach = max(tile.start + len(tile.ids) for tile in tiles)
+        return Launch(StepShape("prefill", rows, query_len, self._pages(reach)), arrays, n)

@@ -1,0 +1,157 @@
+"""From flags to a running engine: check, load, plan memory, capture, start. Used by every command that runs a model."""
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from dsv4.cache import page_bytes
+from dsv4.checkpoint.load import load_params
+from dsv4.config import ModelConfig, load_config
+from dsv4.errors import ConfigError
+from dsv4.ops.cpu import default_ops
+from dsv4.params import act_dtype
+from dsv4.tree import tree_bytes
+from serving.args import EngineArgs, EngineSettings, resolve
+from serving.batches import BatchBuilder, default_buckets
+from serving.capacity import PagePlan, host_memory_bytes, plan_pages
+from serving.engine import Engine
+from serving.pages import page_groups
+from serving.plan import SchedulerConfig
+from serving.scheduler import Scheduler
+from serving.tokenizer import Tokenizer
+from serving.worker import LocalExecutor, Worker
+
+log = logging.getLogger("dsv4.engine")
+
+TILE = 128
+CPU_TILES = 4  # 512 tokens a launch keep a layer's temporaries in the last-level cache
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A started engine and what a banner should say about it."""
+
+    engine: Engine
+    tokenizer: Tokenizer
+    cfg: ModelConfig
+    settings: EngineSettings
+    plan: PagePlan
+    weight_bytes: int
+    programs: int
+    target: str
+
+    def banner(self) -> list[tuple[str, str]]:
+        """(what, value) lines for the start of a server."""
+        args, s = self.settings.args, self.settings
+        p = s.parallel
+        drafting = f"K={s.k} (DSpark)" if s.k else "K=0"
+        return [
+            ("model", f"{self.engine.model_name} ({self.cfg.num_hidden_layers} layers, {self.weight_bytes / 2**20:,.1f} MiB)"),
+            ("platform", f"{s.platform}, target {self.target}, devices {','.join(map(str, s.devices))}"),
+            ("parallel", f"dp {p.dp} x tp {p.tp} = ep {p.ep}"),
+            ("decoding", f"greedy, {drafting}"),
+            ("limits", f"{args.max_num_seqs} requests, {args.max_model_len:,} tokens each, {args.max_num_batched_tokens:,} a step"),
+            ("prefill", f"chunks of {s.chunk:,} tokens" + ("" if args.enable_chunked_prefill else ", not chunked")),
+            ("cache", f"{self.plan.total_bytes / 2**20:,.1f} MiB: {self.plan.seats:g} full requests + "
+                      f"{self.plan.cached_blocks} cached blocks (bound by {self.plan.bound})"),
+            ("prefix cache", "on" if args.enable_prefix_caching else "off"),
+            ("programs", f"{self.programs} captured"),
+        ]  # fmt: skip
+
+
+def choose_platform(name: str) -> str:
+    """`auto` takes an NPU where one is usable, else the CPU. Raises ConfigError, or PlatformError for a2a3 without NPUs."""
+    if name not in ("auto", "cpu", "a2a3"):
+        raise ConfigError(f"--platform is {name!r}, expected a2a3, cpu or auto")
+    if name == "a2a3":
+        from dsv4.errors import PlatformError
+
+        raise PlatformError("--platform a2a3 needs torch_npu, CANN and Ascend devices; use --platform cpu here")
+    return "cpu"
+
+
+def load_dtype(args: EngineArgs) -> torch.dtype | None:
+    """None keeps W8A8 as stored."""
+    return torch.float32 if args.dtype == "float32" else None
+
+
+def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
+    """Checks everything that flags and headers can tell, then loads, captures and starts. Raises Dsv4Error."""
+    path = Path(args.model)
+    cfg = load_config(path)
+    settings = resolve(args, cfg, choose_platform(args.platform))
+    tokenizer = Tokenizer.load(path)
+    drafter = settings.k > 0
+    if progress:
+        progress("weights", 0, 1)
+    # Draft rows reach K positions past the last token, so the rope tables do too.
+    params = load_params(
+        path, cfg, load_dtype(args), max_positions=args.max_model_len + settings.k + 1, drafter=drafter
+    )
+    groups = page_groups(cfg.sliding_window)
+    rows = min(args.max_num_seqs, 64)
+    depth, query_len = 2, settings.k + 1
+    plan = plan_pages(
+        groups,
+        page_bytes(cfg, act_dtype(params), drafter=drafter),
+        memory_bytes=int(host_memory_bytes() * args.npu_memory_utilization),
+        seats=args.max_num_seqs,
+        max_model_len=args.max_model_len,
+        decode_tokens=depth * query_len,
+        prefill_tokens=depth * args.max_num_batched_tokens,
+        cached_blocks=256 if args.enable_prefix_caching else 0,
+    )
+    config = SchedulerConfig(
+        pages=plan.pages,
+        groups=groups,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        long_prefill_token_threshold=args.long_prefill_token_threshold,
+        enable_chunked_prefill=args.enable_chunked_prefill,
+        enable_prefix_caching=args.enable_prefix_caching,
+        num_speculative_tokens=settings.k,
+        max_rows_per_partition=rows,
+        max_waiting=args.max_waiting,
+        pipeline_depth=depth,
+        prefix_replay=args.prefix_replay,
+        tile_tokens=TILE,
+    )
+    buckets = default_buckets(args.max_model_len, rows, CPU_TILES, TILE)
+    target = "cpu" if args.target == "auto" else args.target
+    threads = args.threads or os.cpu_count() or 1
+    torch.set_num_threads(threads)
+    worker = Worker(
+        cfg,
+        params,
+        default_ops(),
+        pages=plan.pages,
+        widths={group.name: config.table_width(group) for group in groups},
+        slots=rows,
+        k=settings.k,
+        target=target,
+    )
+    shapes = list(buckets.shapes(settings.k))
+    executor = LocalExecutor(worker, threads)
+    worker.warm_up(shapes, progress)
+    engine = Engine(
+        Scheduler(config),
+        [BatchBuilder(buckets, rows, settings.k)],
+        executor,
+        model_name=args.served_model_name or path.resolve().name,
+        max_model_len=args.max_model_len,
+        vocab_size=cfg.vocab_size,
+        bos_token_id=cfg.bos_token_id,
+        eos_token_id=cfg.eos_token_id,
+        num_speculative_tokens=settings.k,
+    )
+    return Built(
+        engine=engine, tokenizer=tokenizer, cfg=cfg, settings=settings, plan=plan, weight_bytes=tree_bytes(params),
+        programs=len(shapes), target=target,
+    )  # fmt: skip

@@ -1,0 +1,273 @@
+"""The engine: one thread that plans steps, hands them to the worker, and applies their results one step behind.
+
+    submit/abort (any thread) -> scheduler (under a lock) -> plan -> batches -> worker -> commit -> outputs to the callers
+
+While the device runs step N, step N+1 is planned and queued behind it. The only thing the host waits for is the oldest
+step's tokens, and it does so with the next step already launched.
+"""
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Sequence
+from concurrent.futures import Future
+from dataclasses import replace
+from typing import Protocol
+
+from dsv4.errors import Dsv4Error, EngineError
+from serving.batches import Array, BatchBuilder, StepWork
+from serving.plan import RequestEvent, ScheduledRequest, StepPlan
+from serving.protocol import EngineStats
+from serving.request import EngineOutput, FinishReason, SamplingParams, Speculation
+from serving.scheduler import Scheduler
+
+log = logging.getLogger("dsv4.engine")
+
+StepOutputs = Sequence[Sequence[dict[str, Array] | None]]
+
+
+class Executor(Protocol):
+    """Runs steps in the order given; the future holds, per partition and launch, the StepOutput fields."""
+
+    def submit(self, work: Sequence[StepWork]) -> "Future[StepOutputs]": ...
+
+    def check(self) -> None:
+        """Raises EngineError naming what is wrong with a worker."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class _Stream:
+    """Where one request's outputs go: an asyncio queue of the loop that submitted it."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.queue: asyncio.Queue[EngineOutput] = asyncio.Queue()
+        self.cached_reported = False
+
+
+class Engine:
+    """Implements `serving.protocol.EngineClient` over a scheduler and an executor.
+
+    step_deadline_s: a step that takes longer makes the engine unhealthy.
+    """
+
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        builders: Sequence[BatchBuilder],
+        executor: Executor,
+        *,
+        model_name: str,
+        max_model_len: int,
+        vocab_size: int,
+        bos_token_id: int,
+        eos_token_id: int,
+        num_speculative_tokens: int = 0,
+        step_deadline_s: float = 120.0,
+    ) -> None:
+        self.model_name = model_name
+        self.max_model_len = max_model_len
+        self.vocab_size = vocab_size
+        self.bos_token_id = bos_token_id
+        self.eos_token_id = eos_token_id
+        self.num_speculative_tokens = num_speculative_tokens
+        self._scheduler = scheduler
+        self._builders = builders
+        self._executor = executor
+        self._deadline_s = step_deadline_s
+        self._streams: dict[str, _Stream] = {}
+        self._reports: deque[tuple[str, str]] = deque(maxlen=1024)
+        self._wake = threading.Condition()
+        self._closing = False
+        self._failure: str | None = None
+        self._step_started: float | None = None
+        self._totals = Speculation()
+        self._prompt_tokens = self._generation_tokens = 0
+        self.steps = 0
+        self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
+        self._thread.start()
+
+    # Callers' side
+
+    def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[EngineOutput]:
+        """Queues a request. Raises RequestError, OverloadedError or EngineError before any device work."""
+        request = ScheduledRequest(
+            request_id=request_id,
+            tokens=list(prompt_ids),
+            max_tokens=params.max_tokens,
+            eos_token_id=None if params.ignore_eos else self.eos_token_id,
+        )
+        stream = _Stream(asyncio.get_running_loop())
+        with self._wake:
+            if self._failure:
+                raise EngineError(self._failure)
+            if self._closing:
+                raise EngineError("the engine is shutting down")
+            self._scheduler.add(request)
+            self._streams[request_id] = stream
+            self._prompt_tokens += len(request.tokens)
+            self._wake.notify()
+        return self._outputs(stream)
+
+    @staticmethod
+    async def _outputs(stream: _Stream) -> AsyncIterator[EngineOutput]:
+        while True:
+            output = await stream.queue.get()
+            yield output
+            if output.finish_reason is not None:
+                return
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request at the next step boundary; unknown ids are ignored."""
+        with self._wake:
+            event = self._scheduler.abort(request_id)
+            self._wake.notify()
+        if event is not None:
+            self._deliver([event])
+
+    def stats(self) -> EngineStats:
+        """A snapshot."""
+        with self._wake:
+            now = self._scheduler.stats()
+            total = sum(now.pages_total.values())
+            return EngineStats(
+                running=now.running,
+                waiting=now.waiting,
+                kv_cache_usage=sum(now.pages_used.values()) / total if total else 0.0,
+                prompt_tokens=self._prompt_tokens,
+                generation_tokens=self._generation_tokens,
+                prefix_queries=now.prefix_queries,
+                prefix_hits=now.prefix_hits,
+                preemptions=now.preemptions,
+                speculation=replace(self._totals, accepted_per_position=list(self._totals.accepted_per_position)),
+            )
+
+    async def check_health(self) -> None:
+        """Raises EngineError if a worker died, a step failed for good, or the current one exceeds its deadline."""
+        if self._failure:
+            raise EngineError(self._failure)
+        started = self._step_started
+        if started is not None and time.monotonic() - started > self._deadline_s:
+            raise EngineError(f"a step has been running for more than {self._deadline_s:g} s")
+        if not self._thread.is_alive():
+            raise EngineError("the engine thread has ended")
+        self._executor.check()
+
+    def why_missed(self, request_id: str) -> str | None:
+        """The prefix cache's account of a recent request."""
+        return next((report for known, report in reversed(self._reports) if known == request_id), None)
+
+    def close(self) -> None:
+        """Stops after the steps in flight; unfinished requests end as aborted."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        self._thread.join(timeout=30)
+        self._executor.close()
+
+    # Engine thread
+
+    def _run(self) -> None:
+        in_flight: deque[tuple[StepPlan, Sequence[StepWork], Future[StepOutputs]]] = deque()
+        while True:
+            with self._wake:
+                while not (in_flight or len(self._scheduler) or self._closing):
+                    self._wake.wait()
+                if self._closing:
+                    break
+                plan = self._scheduler.plan()
+            try:
+                if plan is not None:
+                    work = [b.build(p) for b, p in zip(self._builders, plan.partitions, strict=True)]
+                    in_flight.append((plan, work, self._executor.submit(work)))
+                elif in_flight:
+                    self._finish(*in_flight.popleft())
+                else:  # requests wait for a seat that only an abort or a commit can free
+                    with self._wake:
+                        self._wake.wait(timeout=0.05)
+            except Exception as error:
+                in_flight.clear()
+                self._fail(error)
+        with self._wake:
+            events = [self._scheduler.abort(request_id) for request_id in list(self._streams)]
+        self._deliver([event for event in events if event is not None])
+
+    def _finish(self, plan: StepPlan, work: Sequence[StepWork], future: "Future[StepOutputs]") -> None:
+        self._step_started = time.monotonic()
+        outputs = future.result(timeout=self._deadline_s)
+        self._step_started = None
+        results = [
+            builder.result(part, part_work, out)
+            for builder, part, part_work, out in zip(self._builders, plan.partitions, work, outputs, strict=True)
+        ]
+        with self._wake:
+            events = self._scheduler.commit(plan, results)
+        self.steps += 1
+        self._deliver(events)
+
+    def _fail(self, error: Exception) -> None:
+        """A step failed: every unfinished request ends with an error; the engine goes on if its workers do."""
+        message = str(error) if isinstance(error, Dsv4Error) else f"{type(error).__name__}: {error}"
+        log.error("step failed: %s", message, exc_info=not isinstance(error, Dsv4Error))
+        self._step_started = None
+        with self._wake:
+            events = self._scheduler.fail(message)
+            try:
+                self._executor.check()
+            except EngineError as broken:
+                self._failure = str(broken)
+        self._deliver(events)
+
+    def _deliver(self, events: Sequence[RequestEvent]) -> None:
+        """One wake-up per event loop and step, whatever the number of requests."""
+        batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
+        for event in events:
+            request = event.request
+            stream = self._streams.get(request.request_id)
+            if stream is None:
+                continue
+            self._generation_tokens += len(event.tokens)
+            if event.finish_reason is not None:
+                del self._streams[request.request_id]
+                self._reports.append((request.request_id, request.prefix_report))
+                self._count(request.speculation)
+            drafted = event.drafted
+            output = EngineOutput(
+                token_ids=event.tokens,
+                draft_mask=[i < drafted for i in range(len(event.tokens))],
+                finish_reason=event.finish_reason,
+                cached_tokens=request.cached_tokens,
+                speculation=request.speculation,
+                error=event.error,
+            )
+            batches.setdefault(stream.loop, []).append((stream, output))
+        for loop, outputs in batches.items():
+            try:
+                loop.call_soon_threadsafe(_put, outputs)
+            except RuntimeError:  # the caller's loop has closed: nobody is left to tell
+                log.debug("%d outputs had no listener", len(outputs))
+
+    def _count(self, one: Speculation) -> None:
+        total = self._totals
+        for position, count in enumerate(one.accepted_per_position):
+            if position == len(total.accepted_per_position):
+                total.accepted_per_position.append(0)
+            total.accepted_per_position[position] += count
+        total.verify_steps += one.verify_steps
+        total.fallback_steps += one.fallback_steps
+        total.proposed += one.proposed
+        total.accepted += one.accepted
+
+
+def _put(outputs: Sequence[tuple[_Stream, EngineOutput]]) -> None:
+    for stream, output in outputs:
+        stream.queue.put_nowait(output)
+
+
+def final_reason(outputs: Sequence[EngineOutput]) -> FinishReason | None:
+    """The reason of a finished sequence of outputs."""
+    return outputs[-1].finish_reason if outputs else None

@@ -1,0 +1,139 @@
+"""The worker: a rank's parameters, cache and row state, and the compiled programs that a step replays on them."""
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import numpy as np
+import torch
+
+from dsv4.batch import PrefillBatch, RowBatch, RowState, StepOutput, make_row_state
+from dsv4.cache import Cache, Pages, make_cache
+from dsv4.config import ModelConfig, StepShape
+from dsv4.errors import EngineError
+from dsv4.graph.programs import Programs
+from dsv4.graph.stages import StepProgram
+from dsv4.mesh import SINGLE, Mesh
+from dsv4.model.context import Env
+from dsv4.ops.table import OpSet
+from dsv4.params import Params, act_dtype
+from dsv4.steps import STEPS
+from serving.batches import Array, Launch, StepWork
+
+Progress = Callable[[str, int, int], None]
+
+
+def step_program(env: Env, shape: StepShape) -> StepProgram:
+    """The program of a shape: its cache and row state are donated."""
+    return StepProgram(shape.kind, STEPS[shape.kind](env, shape), shape, donated=("cache", "state"))
+
+
+def example_batch(shape: StepShape) -> PrefillBatch | RowBatch:
+    """A batch of the shape's leaves, all zero."""
+    rows = torch.zeros(shape.rows, dtype=torch.int32)
+    if shape.kind != "prefill":
+        return RowBatch(slots=rows)
+    ids = torch.zeros(shape.rows, shape.query_len, dtype=torch.int32)
+    return PrefillBatch(slots=rows, start=rows, length=rows, ids=ids, last=rows, final=rows, limit=rows, eos=rows)
+
+
+class Worker:
+    """One rank. Everything it allocates lives as long as the engine; a step allocates nothing that grows."""
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        params: Params,
+        ops: OpSet,
+        *,
+        pages: dict[str, int],
+        widths: dict[str, int],
+        slots: int,
+        k: int,
+        target: str,
+        mesh: Mesh = SINGLE,
+        device: str = "cpu",
+    ) -> None:
+        self.env = Env(cfg=cfg, ops=ops, mesh=mesh)
+        self.params = params
+        self.cache: Cache = make_cache(cfg, Pages(**pages), act_dtype(params), drafter=k > 0, device=device)
+        self.state: RowState = make_row_state(slots, widths, k, device=device)
+        self.programs = Programs(self._capture, target)
+
+    def _capture(self, shape: StepShape):
+        traced = step_program(self.env, shape).trace(self.params, self.cache, self.state, example_batch(shape))
+        return traced
+
+    def warm_up(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
+        """Captures, compiles and runs every program once (on padding rows only), so that serving never does."""
+        shapes = list(shapes)
+        for done, shape in enumerate(shapes):
+            if progress:
+                progress(str(shape), done, len(shapes))
+            self._replay(Launch(shape, self._padding(shape), 0))
+        if progress:
+            progress("programs", len(shapes), len(shapes))
+
+    def _padding(self, shape: StepShape) -> dict[str, Array]:
+        dummy = self.state.limit.shape[0] - 1
+        batch = example_batch(shape)
+        arrays = {name: value.numpy().copy() for name, value in vars(batch).items()}
+        for name in ("slots", "final"):
+            if name in arrays:
+                arrays[name][:] = dummy
+        return arrays
+
+    def _replay(self, launch: Launch) -> dict[str, Array] | None:
+        batch_type = PrefillBatch if launch.shape.kind == "prefill" else RowBatch
+        batch = batch_type(**{name: torch.from_numpy(array) for name, array in launch.arrays.items()})
+        out, _, _ = self.programs[launch.shape](batch)
+        if not isinstance(out, StepOutput):
+            return None
+        return {"tokens": out.tokens.numpy(), "count": out.count.numpy(), "proposed": out.proposed.numpy()}
+
+    def execute(self, work: StepWork) -> list[dict[str, Array] | None]:
+        """Writes the step's page table entries, then replays its launches in order."""
+        for group, (slots, columns, pages) in work.tables.items():
+            table: np.ndarray = getattr(self.state.tables, group).numpy()
+            table[slots, columns] = pages
+        return [self._replay(launch) for launch in work.launches]
+
+
+class LocalExecutor:
+    """One worker in this process, on a thread of its own: kernels run without the interpreter lock."""
+
+    def __init__(self, worker: Worker, threads: int | None = None) -> None:
+        self.worker = worker
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dsv4-worker", initializer=self._start)
+        self._lock = threading.Lock()
+        self._began: float | None = None
+
+    def _start(self) -> None:
+        if self._threads:
+            torch.set_num_threads(self._threads)
+
+    def submit(self, work: Sequence[StepWork]) -> "Future[list[list[dict[str, Array] | None]]]":
+        """Queues a step behind those before it."""
+        return self._pool.submit(self._execute, work)
+
+    def _execute(self, work: Sequence[StepWork]) -> list[list[dict[str, Array] | None]]:
+        self._began = time.monotonic()
+        with torch.no_grad():
+            outputs = [self.worker.execute(part) for part in work]
+        self._began = None
+        return outputs
+
+    def running_for_s(self) -> float:
+        """How long the current step has been running, 0 if none is."""
+        began = self._began
+        return 0.0 if began is None else time.monotonic() - began
+
+    def check(self) -> None:
+        """Raises EngineError once the worker thread can take no more work."""
+        if self._pool._shutdown:
+            raise EngineError("the worker has been shut down")
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
