@@ -141,11 +141,11 @@ class Generation:
 def room_for_output(engine: EngineClient, prompt_ids: Sequence[int]) -> int:
     """Tokens that fit after the prompt. Raises RequestError where none does or an id is not in the vocabulary."""
     if not prompt_ids:
-        raise RequestError("the prompt has no tokens; send at least one", param="prompt", code="empty_prompt")
+        raise RequestError("prompt: it has no tokens; send at least one", param="prompt", code="empty_prompt")
     if max(prompt_ids) >= engine.vocab_size or min(prompt_ids) < 0:
         wrong = next(i for i in prompt_ids if not 0 <= i < engine.vocab_size)
         raise RequestError(
-            f"token id {wrong} is outside the vocabulary of {engine.vocab_size}",
+            f"prompt: token id {wrong} is outside the vocabulary of {engine.vocab_size}",
             param="prompt",
             code="invalid_token_id",
         )

@@ -1,6 +1,6 @@
 """Every refusal in OpenAI's form: `{"error": {"message", "type", "param", "code"}}`."""
 
-import difflib
+import json
 import logging
 import math
 from collections.abc import Sequence
@@ -36,6 +36,13 @@ def error_body(message: str, *, kind: str, param: str | None = None, code: str |
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+class ErrorResponse(JSONResponse):
+    """An error object in ASCII: a message may quote a client's half surrogate, which UTF-8 cannot carry."""
+
+    def render(self, content: Any) -> bytes:
+        return json.dumps(content).encode()
+
+
 def describe(error: Dsv4Error) -> tuple[int, dict[str, Any], dict[str, str]]:
     """HTTP status, body and headers of an expected failure."""
     match error:
@@ -63,32 +70,32 @@ def install(app: FastAPI) -> None:
     """Makes every exception of `app` leave as an error object."""
 
     @app.exception_handler(Dsv4Error)
-    async def expected(request: Request, error: Dsv4Error) -> JSONResponse:
+    async def expected(request: Request, error: Dsv4Error) -> ErrorResponse:
         status, body, headers = describe(error)
-        return JSONResponse(body, status, headers)
+        return ErrorResponse(body, status, headers)
 
     @app.exception_handler(RequestValidationError)
-    async def invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+    async def invalid(request: Request, error: RequestValidationError) -> ErrorResponse:
         return await expected(request, explain(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def http(request: Request, error: HTTPException) -> JSONResponse:
+    async def http(request: Request, error: HTTPException) -> ErrorResponse:
         message = str(error.detail)
         if error.status_code == 404:
             message = f"there is nothing at {request.url.path}"
         elif error.status_code == 405:
             message = f"{request.method} is not allowed at {request.url.path}"
         body = error_body(message, kind="invalid_request_error")
-        return JSONResponse(body, error.status_code, error.headers)
+        return ErrorResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
         return Response(status_code=499)  # only ever seen in the access log
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> JSONResponse:
+    async def unexpected(request: Request, error: Exception) -> ErrorResponse:
         logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return JSONResponse(error_body("internal error; the server's log has the details", kind="server_error"), 500)
+        return ErrorResponse(error_body("internal error; the server's log has the details", kind="server_error"), 500)
 
 
 def explain(errors: Sequence[Any]) -> RequestError:
@@ -121,9 +128,3 @@ def _path(parts: Sequence[str | int]) -> str:
     for part in parts:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else part
     return path
-
-
-def nearest(name: str, known: Sequence[str]) -> str:
-    """A hint such as `; did you mean "stop"?`, or nothing."""
-    close = difflib.get_close_matches(name, known, 1)
-    return f'; did you mean "{close[0]}"?' if close else ""

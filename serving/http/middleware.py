@@ -10,12 +10,18 @@ import time
 import uuid
 from collections.abc import Iterable
 
-from fastapi.responses import JSONResponse
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from dsv4.errors import RequestError
-from serving.http.errors import ClientGoneError, PayloadTooLargeError, SlowBodyError, describe, error_body
+from serving.http.errors import (
+    ClientGoneError,
+    ErrorResponse,
+    PayloadTooLargeError,
+    SlowBodyError,
+    describe,
+    error_body,
+)
 
 access_logger = logging.getLogger("dsv4.access")
 
@@ -84,7 +90,7 @@ class ApiKeys:
             kind="authentication_error",
             code="invalid_api_key",
         )
-        await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        await ErrorResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -112,7 +118,7 @@ class BodyLimit:
         except RequestError as error:
             status, content, headers = describe(error)
             # The rest of the body is not read, so the connection cannot be used again.
-            return await JSONResponse(content, status, {**headers, "Connection": "close"})(scope, receive, send)
+            return await ErrorResponse(content, status, {**headers, "Connection": "close"})(scope, receive, send)
         except ClientGoneError:
             return
         whole: Message | None = {"type": "http.request", "body": body, "more_body": False}

@@ -6,7 +6,7 @@ the value that changes nothing, so that a client is never silently ignored.
 
 from typing import Annotated, Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema, field_validator
 from pydantic_core import PydanticCustomError
 
 from dsv4.errors import RequestError
@@ -18,10 +18,25 @@ MAX_STOP_CHARS = 512
 MAX_LOGPROBS = 20
 
 
+def _text(value: str) -> str:
+    """JSON can spell half of a surrogate pair, which no UTF-8 text has."""
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise PydanticCustomError("text", "it has half of a surrogate pair, which is not a character") from None
+    return value
+
+
 class Body(BaseModel):
     """A JSON object in which unknown fields and near-miss types are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, hide_input_in_errors=True, protected_namespaces=())
+
+    @field_validator("*")
+    @classmethod
+    def _is_text(cls, value: Any) -> Any:
+        return _text(value) if isinstance(value, str) else value
 
 
 def _stop(value: object) -> list[str]:
@@ -34,16 +49,7 @@ def _stop(value: object) -> list[str]:
         raise PydanticCustomError(
             "stop", f"expected at most {MAX_STOPS} strings of at most {MAX_STOP_CHARS} characters"
         )
-    return [_text(stop, "stop") for stop in stops]
-
-
-def _text(value: str, kind: str) -> str:
-    if not value.isascii():
-        try:
-            value.encode()
-        except UnicodeEncodeError:
-            raise PydanticCustomError(kind, "the text has half of a surrogate pair, which is not a character") from None
-    return value
+    return [_text(stop) for stop in stops]
 
 
 def _is_ids(value: object) -> bool:
@@ -52,12 +58,12 @@ def _is_ids(value: object) -> bool:
 
 def _prompt(value: object) -> list[str | list[int]]:
     if isinstance(value, str):
-        return [_text(value, "prompt")]
+        return [_text(value)]
     if _is_ids(value):
         return [value]
     if isinstance(value, list) and value:
         if all(isinstance(item, str) for item in value):
-            return [_text(item, "prompt") for item in value]
+            return [_text(item) for item in value]
         if all(_is_ids(item) for item in value):
             return value
     raise PydanticCustomError(

@@ -41,11 +41,11 @@ def running_server(app):
 
 @pytest.fixture
 def toy_server(v4_tokenizer):
-    """serve(engine, **settings) -> httpx.Client; everything is closed when the test ends."""
+    """serve(engine, texts=, grammars=, **settings) -> httpx.Client; everything is closed when the test ends."""
     with contextlib.ExitStack() as stack:
 
-        def serve(engine, **settings):
-            app = create_app(engine, v4_tokenizer, settings=HttpSettings(**settings))
+        def serve(engine, *, texts=None, grammars=None, **settings):
+            app = create_app(engine, v4_tokenizer, settings=HttpSettings(**settings), texts=texts, grammars=grammars)
             url = stack.enter_context(running_server(app))
             return stack.enter_context(httpx.Client(base_url=url, timeout=20))
 
