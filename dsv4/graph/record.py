@@ -9,6 +9,7 @@ import functools
 import operator
 import os
 import sys
+import traceback
 from collections.abc import Callable, Sequence
 from types import CodeType
 from typing import Any, NamedTuple
@@ -30,6 +31,7 @@ _FOREIGN = (
 )
 _OPS = os.path.dirname(dsv4.ops.__file__) + os.sep
 _META = torch.device("meta")
+_READS = ("unallocated storage", "tensor to numpy")  # what torch says where it reads without calling an operator
 
 
 class Frame(NamedTuple):
@@ -167,14 +169,28 @@ def record(
         node = recorder.graph.placeholder(name)
         node.meta["val"] = value
         recorder.name(value, node)
-    with torch.no_grad(), recorder:
-        results = fn(*inputs)
+    try:
+        with torch.no_grad(), recorder:
+            results = fn(*inputs)
+    except (RuntimeError, TypeError) as error:
+        if any(words in str(error) for words in _READS):
+            raise CaptureError(
+                f"{label}: a tensor's value is read on the host (.tolist(), .numpy()); keep it a tensor "
+                f"({_source(_raised_at(error))})"
+            ) from error
+        raise
     results = [recorder._meta(value) for value in results]
     tensors = tensors_in(results)
     output = recorder.graph.output(tuple(recorder.nodes[id(value)] for value in tensors))
     output.meta["val"] = tensors
     _drop_unused(recorder.graph)
     return recorder.graph, recorder.constants, results
+
+
+def _raised_at(error: BaseException) -> tuple[Frame, ...]:
+    """The lines outside torch that an error went through, innermost first."""
+    lines = [Frame(frame.f_code, number) for frame, number in traceback.walk_tb(error.__traceback__)]
+    return tuple(line for line in reversed(lines) if not line.code.co_filename.startswith(_FOREIGN))
 
 
 @functools.cache
