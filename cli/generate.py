@@ -34,7 +34,7 @@ async def _one(built: Built, index: int, prompt: str, params: SamplingParams) ->
     text = ""
     with Generation(built.engine, built.tokenizer, f"prompt-{index}", ids, params) as generation:
         async for delta in generation:
-            tokens += [token.id for token in delta.tokens]
+            tokens += [token.token_id for token in delta.tokens]
             text += delta.text
         usage = generation.usage
         return {

@@ -135,11 +135,11 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
         widths={group.name: config.table_width(group) for group in groups},
         slots=rows,
         k=settings.k,
+        shapes=buckets.shapes(settings.k),
         target=target,
     )
-    shapes = list(buckets.shapes(settings.k))
+    worker.warm_up(progress)
     executor = LocalExecutor(worker, threads)
-    worker.warm_up(shapes, progress)
     engine = Engine(
         Scheduler(config),
         [BatchBuilder(buckets, rows, settings.k)],
@@ -153,5 +153,5 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
     )
     return Built(
         engine=engine, tokenizer=tokenizer, cfg=cfg, settings=settings, plan=plan, weight_bytes=tree_bytes(params),
-        programs=len(shapes), target=target,
+        programs=len(worker.programs), target=target,
     )  # fmt: skip

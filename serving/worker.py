@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,8 +13,7 @@ from dsv4.batch import PrefillBatch, RowBatch, RowState, StepOutput, make_row_st
 from dsv4.cache import Cache, Pages, make_cache
 from dsv4.config import ModelConfig, StepShape
 from dsv4.errors import EngineError
-from dsv4.graph.programs import Programs
-from dsv4.graph.stages import StepProgram
+from dsv4.graph import Arena, Programs, StepProgram
 from dsv4.mesh import SINGLE, Mesh
 from dsv4.model.context import Env
 from dsv4.ops.table import OpSet
@@ -51,6 +51,7 @@ class Worker:
         widths: dict[str, int],
         slots: int,
         k: int,
+        shapes: Iterable[StepShape],
         target: str,
         mesh: Mesh = SINGLE,
         device: str = "cpu",
@@ -59,21 +60,29 @@ class Worker:
         self.params = params
         self.cache: Cache = make_cache(cfg, Pages(**pages), act_dtype(params), drafter=k > 0, device=device)
         self.state: RowState = make_row_state(slots, widths, k, device=device)
-        self.programs = Programs(self._capture, target)
+        self.programs = Programs(
+            self._recipe,
+            shapes,
+            target=target,
+            device=device,
+            bind={"params": params, "cache": self.cache, "state": self.state},
+            options={"arena": Arena()} if target == "cpu" else {},
+        )
 
-    def _capture(self, shape: StepShape):
-        traced = step_program(self.env, shape).trace(self.params, self.cache, self.state, example_batch(shape))
-        return traced
+    def _recipe(self, shape: StepShape) -> tuple[StepProgram, tuple[Any, ...]]:
+        return step_program(self.env, shape), (self.params, self.cache, self.state, example_batch(shape))
 
-    def warm_up(self, shapes: Iterable[StepShape], progress: Progress | None = None) -> None:
-        """Captures, compiles and runs every program once (on padding rows only), so that serving never does."""
-        shapes = list(shapes)
-        for done, shape in enumerate(shapes):
+    @torch.no_grad()
+    def warm_up(self, progress: Progress | None = None) -> None:
+        """Captures, compiles and runs every program once, on padding rows only; from then on none is ever compiled."""
+        total = len(self.programs.shapes)
+        for done, (shape, _) in enumerate(self.programs.compile()):
             if progress:
-                progress(str(shape), done, len(shapes))
+                progress(str(shape), done, total)
             self._replay(Launch(shape, self._padding(shape), 0))
+        self.programs.freeze()
         if progress:
-            progress("programs", len(shapes), len(shapes))
+            progress("programs", total, total)
 
     def _padding(self, shape: StepShape) -> dict[str, Array]:
         dummy = self.state.limit.shape[0] - 1
