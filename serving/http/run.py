@@ -1,9 +1,11 @@
 """Runs an app under uvicorn, and stops it without cutting anybody off."""
 
 import asyncio
+import contextlib
 import ipaddress
 import logging
 import socket
+from collections.abc import Iterator
 
 import uvicorn
 from fastapi import FastAPI
@@ -47,6 +49,13 @@ class _DrainingServer(uvicorn.Server):
     def __init__(self, config: uvicorn.Config, server: Server) -> None:
         super().__init__(config)
         self._server = server
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal that led to an orderly end is not raised again: the exit code is 0."""
+        with super().capture_signals():
+            yield
+            self._captured_signals.clear()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._server.draining = True
