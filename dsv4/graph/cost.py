@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.fx import Node
+from torch.fx.node import map_aggregate
 
 from dsv4.graph.nodes import op_name, tensors_in, written_nodes
 
@@ -90,18 +91,16 @@ LOOKUPS: dict[str, dict[str, str]] = {
 
 def _arguments(node: Node) -> dict[str, Any]:
     """A node's arguments by name, tensors in place of nodes."""
-    if not hasattr(node.target, "_schema"):
-        return {str(i): arg.meta["val"] if isinstance(arg, Node) else arg for i, arg in enumerate(node.args)}
     named = {argument.name: argument.default_value for argument in node.target._schema.arguments}
     named |= dict(zip(named, node.args, strict=False)) | dict(node.kwargs)
-    return {name: value.meta["val"] if isinstance(value, Node) else value for name, value in named.items()}
+    return dict(map_aggregate(named, lambda value: value.meta["val"] if isinstance(value, Node) else value))
 
 
 def _read_bytes(name: str, a: Arguments, written: set[int]) -> int:
     lookups, count = LOOKUPS.get(name, {}), 0
     experts = {id(w) for w in _experts(a)} if name in ("dsv4.moe", "dsv4.moe_int8") else set()
     for key, value in a.items():
-        for x in tensors_in([value.meta["val"] if isinstance(value, Node) else value]):
+        for x in tensors_in([value]):
             size = x.numel() * x.element_size()
             if id(x) in written:
                 continue

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.fx.node import map_aggregate
+from torch.utils._pytree import tree_map
 
 from dsv4.errors import CaptureError
 from dsv4.graph.arena import Arena, round_up
@@ -163,9 +164,13 @@ def _eager(call: EagerCall, bases: Mapping[int, Tensor]) -> Callable[[], None]:
     args, kwargs = map_aggregate(call.args, real), dict(map_aggregate(call.kwargs, real))
     outs = [(index, real(place)) for index, place in call.outs]
 
+    in_flight = call.func.namespace == "_c10d_functional"
+
     @torch.no_grad()
     def run() -> None:
         found = call.func(*args, **kwargs)
+        if in_flight:  # results are copied out now, so the graph's own wait comes too late
+            found = tree_map(torch.ops._c10d_functional.wait_tensor, found)
         flat = found if isinstance(found, (tuple, list)) else (found,)
         for index, out in outs:
             out.copy_(flat[index])

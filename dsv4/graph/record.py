@@ -29,6 +29,7 @@ _FOREIGN = (
     *(os.path.dirname(module.__file__) + os.sep for module in (torch, einops)),
     os.path.dirname(__file__) + os.sep,
 )
+_ROOT = os.path.dirname(os.path.dirname(dsv4.ops.__file__)).removesuffix("dsv4")  # what holds the packages
 _OPS = os.path.dirname(dsv4.ops.__file__) + os.sep
 _META = torch.device("meta")
 _READS = ("unallocated storage", "tensor to numpy")  # what torch says where it reads without calling an operator
@@ -41,8 +42,9 @@ class Frame(NamedTuple):
     line: int
 
     def __str__(self) -> str:
-        path = self.code.co_filename.split(os.sep)
-        return f"{'/'.join(path[-3:])}:{self.line} in {self.code.co_name}"
+        path = self.code.co_filename.removeprefix(_ROOT)
+        path = path if path != self.code.co_filename else os.path.basename(path)
+        return f"{path}:{self.line} in {self.code.co_name}"
 
 
 def source(node: Node) -> str:
@@ -126,6 +128,8 @@ class _Recorder(TorchDispatchMode):
         return self.nodes[id(value)] if isinstance(value, Tensor) else value
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if any(kind is not Tensor for kind in types):
+            return NotImplemented  # a wrapper, as of a collective in flight, unwraps itself first
         args = map_aggregate(args, self._meta)
         kwargs = dict(map_aggregate(kwargs or {}, self._meta))
         # A step lives on one device: whatever it makes is made there, and on meta while it is recorded.

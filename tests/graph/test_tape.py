@@ -1,11 +1,11 @@
 """The tape against eager execution, bit for bit: any graph, any views, any arena."""
 
-import gc
 import random
-import tracemalloc
 
 import pytest
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -262,24 +262,22 @@ def test_rebinding_moves_the_program_to_other_memory():
     same(caches[0], caches[1])
 
 
-def test_nothing_grows_over_a_thousand_replays():
-    params, cache, batch = toy.weights(), toy.pools(), toy.inputs()
-    lowered = program(toy.step).trace(params, cache, batch).lower("cpu", machine=toy.MACHINE)
-    run = lowered.compile(bind={"params": params, "cache": cache})
-    addresses = [x.data_ptr() for x in cache.layers]
-    ours = [tracemalloc.Filter(True, "*/dsv4/*")]  # the toy kernels themselves keep a few interned numbers
-    tracemalloc.start()
-    snapshots = []
-    for _ in range(2):
-        for _ in range(500):
-            run(batch)
-        gc.collect()
-        snapshots.append(tracemalloc.take_snapshot().filter_traces(ours))
-    tracemalloc.stop()
-    grown = [change for change in snapshots[1].compare_to(snapshots[0], "lineno") if change.size_diff > 0]
-    assert not grown
-    assert run.replays == 1000
-    assert addresses == [x.data_ptr() for x in cache.layers]
+@pytest.fixture
+def lone_rank():
+    """A process group of one."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield dist.group.WORLD.group_name
+    dist.destroy_process_group()
+
+
+def test_collectives_run_between_kernels_and_are_waited_for(lone_rank: str):
+    def fn(params, cache, batch):
+        x = toy.mix(batch.x, params.w)
+        total = functional.wait_tensor(functional.all_reduce(x, "sum", lone_rank))
+        return toy.Outputs(y=toy.mix(total, params.b)), cache
+
+    lowered = both_ways(fn, toy.weights(), toy.pools(), toy.inputs())
+    assert lowered.python_segments == 1
 
 
 def test_donated_arguments_must_be_bound():
