@@ -15,6 +15,9 @@ from dsv4.errors import CheckpointError
 
 BOS = "<｜begin▁of▁sentence｜>"
 EOS = "<｜end▁of▁sentence｜>"
+THINK = "<think>"
+END_THINK = "</think>"
+DSML = "｜DSML｜"
 
 
 def _byte_alphabet() -> dict[str, int]:

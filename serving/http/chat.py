@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 from dsv4.errors import RequestError
 from serving.http.chat_schema import Message, Prompted, ToolCall
-from serving.http.protocol_texts import DSML, END_THINK, THINK, ProtocolTexts
-from serving.tokenizer import BOS, EOS, Tokenizer
+from serving.http.protocol_texts import ProtocolTexts
+from serving.tokenizer import BOS, DSML, END_THINK, EOS, THINK, Tokenizer
 
 USER = "<｜User｜>"
 ASSISTANT = "<｜Assistant｜>"

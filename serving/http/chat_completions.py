@@ -1,5 +1,6 @@
 """POST /v1/chat/completions: messages in; reasoning, content and tool calls out."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator
@@ -37,7 +38,7 @@ def router(server: Server) -> APIRouter:
             max_tokens=body.max_completion_tokens or body.max_tokens,
         )
         prompt_ids = await chat_ids(server, body)
-        params = replace(params, grammar=_grammar(server, body, thinking))
+        params = replace(params, grammar=await _grammar(server, body, thinking=thinking))
         name = new_id("chatcmpl")
         (generation,) = server.generate(name, [prompt_ids], params, param="messages")
         answer = _Answer(server, body, name, model, generation, thinking)
@@ -66,29 +67,31 @@ async def chat_ids(server: Server, body: Prompted) -> list[int]:
     return await off_loop(sum(map(len, segments)), encode, server.tokenizer, segments)
 
 
-def _grammar(server: Server, body: ChatBody, thinking: bool) -> object | None:
+async def _grammar(server: Server, body: ChatBody, *, thinking: bool) -> object | None:
     """The constraint a request asks for: a format, a call it must make, or strict tools it may call."""
     wanted = body.response_format.type if body.response_format else "text"
-    tools = body.tools or []
-    strict = any(tool.function.strict for tool in tools)
-    free = body.choice == "none" or (body.choice == "auto" and not strict)
+    functions = [tool.function.model_dump() for tool in body.tools or ()]
+    free = body.choice == "none" or (body.choice == "auto" and not any(f["strict"] for f in functions))
     if free and wanted == "text":
         return None
-    param = "tool_choice" if not free else "response_format"
-    if server.grammars is None:
+    grammars, param = server.grammars, "response_format" if free else "tool_choice"
+    if grammars is None:
         raise RequestError(
             f"{param}: this server cannot constrain the output; install the extra dsv4[grammar], or use tool_choice "
             "auto without strict tools",
             param=param,
             code="unsupported_value",
         )
+    # Compiling takes up to a second: in a thread, so that other clients' streams go on.
     if not free:
         parallel = body.parallel_tool_calls is not False
-        functions = [tool.function.model_dump() for tool in tools]
-        return server.grammars.tools(functions, choice=body.choice, parallel=parallel, thinking=thinking)
+        return await asyncio.to_thread(
+            grammars.tools, functions, choice=body.choice, parallel=parallel, thinking=thinking
+        )
     if wanted == "json_object":
-        return server.grammars.json_object(thinking=thinking)
-    return server.grammars.json_schema(body.response_format.json_schema.schema_ or {}, thinking=thinking)
+        return await asyncio.to_thread(grammars.json_object, thinking=thinking)
+    schema = body.response_format.json_schema.schema_ or {}
+    return await asyncio.to_thread(grammars.json_schema, schema, thinking=thinking)
 
 
 def _max_calls(body: ChatBody) -> int | None:

@@ -8,8 +8,8 @@ from pydantic import BeforeValidator, ConfigDict, Field, ModelWrapValidatorHandl
 from pydantic_core import PydanticCustomError
 
 from dsv4.errors import RequestError
-from serving.http.protocol_texts import DSML
 from serving.http.schema import MAX_LOGPROBS, Body, SamplingBody
+from serving.tokenizer import DSML
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 _PARAMETER_END = f"</{DSML}parameter>"

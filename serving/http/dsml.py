@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 
 from dsv4.errors import RequestError
 from serving.detokenize import TextToken
-from serving.http.protocol_texts import DSML, END_THINK, THINK
 from serving.request import FinishReason
-from serving.tokenizer import Tokenizer
+from serving.tokenizer import DSML, END_THINK, THINK, Tokenizer
 
 _MARK = "\ud800"  # stands for the ｜DSML｜ token
 _BLOCK_OPEN = f"<{_MARK}tool_calls>"

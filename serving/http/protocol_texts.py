@@ -14,9 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-DSML = "｜DSML｜"
-THINK = "<think>"
-END_THINK = "</think>"
+from serving.tokenizer import DSML, END_THINK, THINK
 
 _MAX_SOURCE_BYTES = 2**20
 _VALUES = {

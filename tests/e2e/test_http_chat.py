@@ -158,6 +158,21 @@ def test_constrained_output_is_refused_where_it_cannot_be_had(toy_server):
     assert "tool declaration is not at hand" in chat(no_texts, tools=TOOLS).json()["error"]["message"]
 
 
+def test_constraints_are_compiled_before_the_answer_begins(toy_server, v4_tokenizer):
+    grammar = pytest.importorskip("serving.grammar", reason="needs the extra dsv4[grammar]")
+    engine = ToyEngine(script=v4_tokenizer.encode(CALLS))
+    compiler = grammar.Compiler(v4_tokenizer, engine.vocab_size, engine.eos_token_id)
+    client = toy_server(engine, texts=TEXTS, grammars=compiler)
+    assert chat(client, tools=TOOLS, tool_choice="required").status_code == 200
+    constraint = engine.submitted[-1][2].grammar
+    assert constraint.matcher().masks(engine.script)[0] == len(engine.script)
+    schema = {"type": "json_schema", "json_schema": {"name": "n", "schema": {"type": "nonsense"}}}
+    refused = chat(client, response_format=schema, stream=True)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "response_format")
+    assert chat(client).status_code == 200
+    assert engine.submitted[-1][2].grammar is None
+
+
 def test_a_conversation_too_long_names_messages(toy_server):
     client = toy_server(ToyEngine(max_model_len=4))
     error = chat(client, messages=[{"role": "user", "content": "a b c d e f"}]).json()["error"]
