@@ -12,6 +12,7 @@ from dsv4.cache import page_bytes
 from dsv4.checkpoint.load import load_params
 from dsv4.config import ModelConfig, load_config
 from dsv4.errors import ConfigError
+from dsv4.ops.capturable import CAPTURABLE
 from dsv4.ops.cpu import default_ops
 from dsv4.params import act_dtype
 from dsv4.tree import tree_bytes
@@ -124,13 +125,14 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
         tile_tokens=TILE,
     )
     buckets = default_buckets(args.max_model_len, rows, CPU_TILES, TILE)
-    target = "cpu" if args.target == "auto" else args.target
+    ops = CAPTURABLE if args.target in ("plain", "inductor") else default_ops()
+    target = args.target if args.target != "auto" else ops.name
     threads = args.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     worker = Worker(
         cfg,
         params,
-        default_ops(),
+        ops,
         pages=plan.pages,
         widths={group.name: config.table_width(group) for group in groups},
         slots=rows,

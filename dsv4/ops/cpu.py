@@ -12,9 +12,10 @@ from torch import Tensor
 
 from dsv4.errors import PlatformError
 from dsv4.ops import cpu_maths, cpu_state  # noqa: F401  (importing them registers the kernels)
+from dsv4.ops.capturable import CAPTURABLE
 from dsv4.ops.cpu_build import library
 from dsv4.ops.cpu_call import CALL_DTYPE, KERNELS, Kernel, Launch
-from dsv4.ops.table import PLAIN, OpSet, op_names
+from dsv4.ops.table import OpSet, op_names
 from dsv4.tree import QuantWeight
 
 __all__ = ["CALL_DTYPE", "CPU", "KERNELS", "Kernel", "Launch", "cpu_ops", "default_ops", "library"]
@@ -73,9 +74,9 @@ def default_ops() -> OpSet:
         logging.getLogger(__name__).warning(
             "CPU kernels are off (DSV4_CPU_KERNELS=0): plain PyTorch, several times slower"
         )
-        return PLAIN
+        return CAPTURABLE
     try:
         return cpu_ops()
     except PlatformError as error:
         logging.getLogger(__name__).warning("no CPU kernels (%s): plain PyTorch, several times slower", error)
-        return PLAIN
+        return CAPTURABLE
