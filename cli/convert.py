@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from cli.console import one_line_errors
 from cli.progress import byte_progress
 from dsv4.checkpoint.check import check as check_folder
 from dsv4.checkpoint.convert import convert as convert_folder
@@ -16,6 +17,7 @@ from dsv4.checkpoint.quantise import RoundingError
 FORMS = {"source": "released source format (FP8 + MXFP4)", "w8a8": "W8A8"}
 
 
+@one_line_errors
 def convert(
     source: Annotated[Path, typer.Argument(help="Checkpoint in the released source format.", show_default=False)],
     out: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
@@ -49,6 +51,7 @@ def rounding_report(rounding: dict[str, RoundingError]) -> str:
     return "\n".join([head, *rows])
 
 
+@one_line_errors
 def check(
     folder: Annotated[Path, typer.Argument(help="A checkpoint in source format or W8A8.", show_default=False)],
     values: Annotated[

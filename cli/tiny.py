@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from cli.console import one_line_errors
 from dsv4.checkpoint.tiny import make_tiny as write_tiny
 from dsv4.checkpoint.tiny import tiny_config
 from dsv4.errors import ConfigError
@@ -15,6 +16,7 @@ def _size(name: str, help: str) -> object:
     return typer.Option(f"--{name}", min=1, help=help, rich_help_panel="Sizes", show_default=False)
 
 
+@one_line_errors
 def make_tiny(
     out: Annotated[Path, typer.Argument(help="Folder to create.", show_default=False)],
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 0,
