@@ -38,7 +38,7 @@ class Compiled(Readable):
         examples = pytree.tree_unflatten(traced.statics.merge(places), traced.args_spec)
         self._readers = {name: reader(example) for name, example in zip(names, examples, strict=True)}
         self._free = [name for name in names if name not in bind]
-        self._leaves = {name: [] for name in names}
+        self._leaves: dict[str, list[tuple[int, Leaf]]] = {name: [] for name in names}
         for index, leaf in enumerate(traced.args_info):
             self._leaves[names[leaf.argument]].append((index, leaf))
         free = [leaf for name in self._free for _, leaf in self._leaves[name]]
@@ -64,6 +64,11 @@ class Compiled(Readable):
     @property
     def node_count(self) -> int:
         return self.lowered.node_count
+
+    @property
+    def python_segments(self) -> int:
+        """Runs of operators that Python executes one by one in a call; zero is the goal."""
+        return self.lowered.python_segments
 
     def histogram(self) -> Counter[str]:
         """Calls by operator, as the target counts them."""

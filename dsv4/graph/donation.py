@@ -43,11 +43,20 @@ def check_donation(
     found: Mapping[str, Access],
     donated: Mapping[str, str],
     returned: Mapping[str, Sequence[str]],
+    fresh: Sequence[str],
 ) -> None:
-    """Raises CaptureError for a write to a leaf that is not donated, or a donated written leaf that does not come back.
+    """Raises CaptureError for a write to a leaf that is not donated, and for a donated leaf that does not come back as itself.
 
-    donated: path -> path inside its argument; returned: input path -> paths of the output leaves that are that leaf.
+    donated: path -> path inside its argument; returned: input path -> paths of the output leaves that are that leaf; fresh:
+    paths of the other output tensors.
     """
+    for path, within in donated.items():
+        instead = [out for out in fresh if within and out.endswith(within)]
+        if path not in returned and instead:
+            raise CaptureError(
+                f"{label}: {path} is donated, but {instead[0]} of the result is a new tensor; write the leaf in place and "
+                "return it"
+            )
     for path, access in found.items():
         if not access.writes:
             continue

@@ -37,6 +37,7 @@ class PlainLowered(FlatLowered):
     """The captured operators, replayed one by one as they are."""
 
     target = "plain"
+    python_segments = 1
 
     def callable(self) -> Callable[..., Sequence[Tensor]]:
         module = self.traced.graph_module

@@ -76,7 +76,7 @@ def _failure(label: str, func: Any, error: Exception, frames: Sequence[Frame]) -
     """What to raise when an operator did not run on meta tensors; None for an ordinary mistake of the caller."""
     if torch.Tag.data_dependent_output in func.tags:
         what = "reads a tensor's value on the host (.item(), int(), bool(), a branch); keep it a tensor"
-    elif torch.Tag.dynamic_output_shape in func.tags and isinstance(error, (NotImplementedError, RuntimeError)):
+    elif torch.Tag.dynamic_output_shape in func.tags:
         what = "has a shape that depends on data; use a mask or a fixed number of rows"
     elif isinstance(error, NotImplementedError):
         what = "has no shape function; register one with torch.library.register_fake"
@@ -130,6 +130,9 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if any(kind is not Tensor for kind in types):
             return NotImplemented  # a wrapper, as of a collective in flight, unwraps itself first
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            where = _source(_frames(self.stop))
+            raise CaptureError(f"{self.label}: {func} draws random numbers; pass noise as an argument ({where})")
         args = map_aggregate(args, self._meta)
         kwargs = dict(map_aggregate(kwargs or {}, self._meta))
         # A step lives on one device: whatever it makes is made there, and on meta while it is recorded.
@@ -165,8 +168,8 @@ def record(
     """Runs `fn(*inputs)` on meta tensors, for a step that lives on `device`.
 
     Returns the graph, with placeholders called `names` and a tuple of tensors as output, its constants by `get_attr` target,
-    and the list of leaves that `fn` returned. Raises CaptureError for an operator with a data-dependent shape, a read of a value, or no
-    shape function, naming the operator and the line.
+    and the list of leaves that `fn` returned. Raises CaptureError, naming operator and line, for a data-dependent shape, a
+    read of a value, a random draw, or an operator without a shape function.
     """
     recorder = _Recorder(label, device, record.__code__)
     for name, value in zip(names, inputs, strict=True):

@@ -22,7 +22,7 @@ from dsv4.config import StepShape
 from dsv4.errors import CaptureError
 from dsv4.graph.compiled import Compiled
 from dsv4.graph.donation import Access, accesses, check_donation, early_reads, repeated_writes
-from dsv4.graph.leaves import Leaf, Result, flatten_arguments, output_leaves
+from dsv4.graph.leaves import Leaf, Result, Statics, flatten_arguments, output_leaves
 from dsv4.graph.nodes import op_name, storage
 from dsv4.graph.record import record
 from dsv4.graph.targets import find
@@ -60,7 +60,8 @@ class StepProgram:
     def trace(self, *abstract_args: Any, device: str | torch.device = "cpu") -> "Traced":
         """Captures the step at the shapes of `abstract_args`: trees of meta, fake or real tensors (values are not read).
 
-        Raises CaptureError for whatever keeps the step from being a static graph, or breaks the rules of donation.
+        `device` is where the step will live, index included ("npu:0"), whatever device the examples are on. Raises
+        CaptureError for whatever keeps the step from being a static graph, or breaks the rules of donation.
         """
         began = time.perf_counter()
         leaves, statics, spec = flatten_arguments(self.label, self.parameters, abstract_args, self.donated_names)
@@ -82,7 +83,8 @@ class StepProgram:
         for result in results:
             if result.source is not None:
                 back.setdefault(leaves[result.source].path, []).append(result.path)
-        check_donation(self.label, found, {x.path: x.within for x in leaves if x.donated}, back)
+        donated = {leaf.path: leaf.within for leaf in leaves if leaf.donated}
+        check_donation(self.label, found, donated, back, [result.path for result in results if result.fresh])
         return Traced(
             program=self,
             graph=graph,
@@ -109,7 +111,7 @@ class Traced(Readable):
     out_info: tuple[Result, ...]
     args_spec: pytree.TreeSpec
     out_spec: pytree.TreeSpec
-    statics: Any
+    statics: Statics
     device: torch.device
     accesses: Mapping[str, Access] = field(repr=False)
     seconds: float
@@ -153,6 +155,7 @@ class Lowered(Readable):
     """A traced step prepared for one target. Subclasses implement `as_text`, `histogram`, `node_count` and `build`."""
 
     target: str
+    python_segments: int = 0  # runs of operators that Python executes one by one
 
     def __init__(self, traced: Traced) -> None:
         self.traced = traced

@@ -83,6 +83,7 @@ BROKEN = {
     "int": (lambda x: x[: int(x[0, 0])], "reads a tensor's value on the host"),
     "tolist": (lambda x: torch.tensor(x.tolist()), "a tensor's value is read on the host"),
     "numpy": (lambda x: torch.from_numpy(x.numpy()), "a tensor's value is read on the host"),
+    "random": (lambda x: x + torch.rand_like(x), r"aten\.rand_like\.default draws random numbers"),
     "unknown": (lambda x: torch.ops.toy.shapeless(x), r"toy\.shapeless\.default has no shape function"),
 }
 
@@ -149,6 +150,16 @@ def test_a_written_leaf_must_come_back_in_its_place():
 
     with pytest.raises(
         CaptureError, match=r"cache\.layers\[0\] is written in place but comes back as \[1\]\.layers\[1\]"
+    ):
+        trace(fn)
+
+
+def test_a_donated_leaf_must_not_be_replaced():
+    def fn(params, cache, batch):
+        return toy.Outputs(y=batch.x), toy.Pools(layers=(cache.layers[0] * 2, cache.layers[1]))
+
+    with pytest.raises(
+        CaptureError, match=r"cache\.layers\[0\] is donated, but \[1\]\.layers\[0\] of the result is a new"
     ):
         trace(fn)
 
