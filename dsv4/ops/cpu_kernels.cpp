@@ -10,13 +10,15 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <condition_variable>
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
-#include <new>
+#include <mutex>
+#include <thread>
+#include <type_traits>
 #include <utility>
 
-#include <omp.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -204,20 +206,91 @@ INLINE vec log1p(vec x) {
 
 // ---- threads and scratch ------------------------------------------------------------------------------------------------
 
+constexpr double FORK_COST = 12000;  // vector operations that pay for one more thread
+
+INLINE void relax() {
+#if defined(__x86_64__)
+    _mm_pause();
+#elif defined(__aarch64__)
+    asm volatile("yield");
+#endif
+}
+
+// Helpers that take pieces of a job while its caller does the same. The caller never waits for a helper that has not begun, so
+// a machine that is busy elsewhere (or a forked process, which has no helpers) is slow but never stuck.
+class Pool {
+  public:
+    using Body = void (*)(const void* context, i64 begin, i64 end);
+
+    void run(int threads, i64 n, i64 step, Body body, const void* context) {
+        std::unique_lock<std::mutex> alone(caller_, std::try_to_lock);
+        if (!alone) return body(context, 0, n);  // another Python thread is using the helpers
+        for (; helpers_ < threads - 1; ++helpers_) std::thread(&Pool::help, this, uint64_t(helpers_)).detach();
+        body_ = body, context_ = context, n_ = n, step_ = step;
+        next_.store(0, std::memory_order_relaxed);
+        state_.store(((state_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | uint64_t(threads - 1) << 16 | OPEN);
+        if (sleepers_.load()) {
+            std::lock_guard<std::mutex> lock(sleep_);
+            wake_.notify_all();
+        }
+        work();
+        state_.fetch_and(~OPEN);
+        for (int spins = 0; state_.load(std::memory_order_acquire) & INSIDE; ++spins) spins < 4000 ? relax() : std::this_thread::yield();
+    }
+
+  private:
+    // state_: job number << 32 | helpers wanted << 16 | OPEN | helpers inside
+    static constexpr uint64_t OPEN = 1 << 15, INSIDE = OPEN - 1;
+
+    void work() {
+        for (i64 at; (at = next_.fetch_add(step_, std::memory_order_relaxed)) < n_;)
+            body_(context_, at, std::min(at + step_, n_));
+    }
+
+    void help(uint64_t me) {
+        uint64_t seen = 0;
+        auto waiting = [&] {
+            uint64_t state = state_.load();
+            return state >> 32 == seen || !(state & OPEN) || (state >> 16 & 0xffff) <= me;
+        };
+        for (;;) {
+            for (int spins = 0; waiting() && spins < 2000; ++spins) relax();
+            if (waiting()) {
+                std::unique_lock<std::mutex> lock(sleep_);
+                ++sleepers_;
+                while (waiting()) wake_.wait(lock);
+                --sleepers_;
+            }
+            uint64_t state = state_.load();
+            if (waiting() || !state_.compare_exchange_strong(state, state + 1)) continue;
+            seen = state >> 32;
+            work();
+            state_.fetch_sub(1, std::memory_order_release);
+        }
+    }
+
+    std::mutex caller_, sleep_;
+    std::condition_variable wake_;
+    std::atomic<uint64_t> state_{0};
+    std::atomic<i64> next_{0};
+    std::atomic<int> sleepers_{0};
+    int helpers_ = 0;
+    Body body_ = nullptr;
+    const void* context_ = nullptr;
+    i64 n_ = 0, step_ = 1;
+};
+
+Pool& pool = *new Pool;  // never destroyed: helpers may outlive everything else
 thread_local int thread_limit = 1;
-constexpr double FORK_COST = 20000;  // vector operations that pay for waking one more thread
 
 // body(begin, end) over 0..n in pieces; `cost` is that of one item, in vector operations.
 template <class F> void parallel(i64 n, double cost, const F& body) {
     int threads = int(std::min<double>(std::min<i64>(thread_limit, n), n * cost / FORK_COST));
-    if (threads <= 1) {
-        if (n > 0) body(i64(0), n);
-        return;
-    }
-    std::atomic<i64> next{0};
-    i64 step = std::max<i64>(1, n / (threads * 8));
-#pragma omp parallel num_threads(threads)
-    for (i64 at; (at = next.fetch_add(step, std::memory_order_relaxed)) < n;) body(at, std::min(at + step, n));
+    if (threads > 1)
+        pool.run(threads, n, std::max<i64>(1, n / (threads * 8)),
+                 [](const void* f, i64 begin, i64 end) { (*static_cast<const F*>(f))(begin, end); }, &body);
+    else if (n > 0)
+        body(i64(0), n);
 }
 
 // A grow-only buffer; each place that needs one owns it, each thread has its own.
@@ -229,7 +302,7 @@ class Buffer {
             free(data_);
             size_ = (bytes + bytes / 4 + 63) / 64 * 64;
             data_ = aligned_alloc(64, size_);
-            if (!data_) throw std::bad_alloc();
+            if (!data_) abort();
         }
         return data_;
     }
@@ -280,7 +353,7 @@ struct FloatRows {
     const float* operator[](i64 r) const { return data + r * stride; }
 };
 
-template <class W> FloatRows float_rows(const void* x, i64 dtype, i64 n, i64 k, i64 ld) {
+template <class W, int SLOT = 0> FloatRows float_rows(const void* x, i64 dtype, i64 n, i64 k, i64 ld) {
     if (dtype == F32 && std::is_same_v<W, float>) return {static_cast<const float*>(x), ld};
     SCRATCH(float, copy, n * k);
     with_float(dtype, [&](auto* tag) {
@@ -449,7 +522,7 @@ INLINE void row_block(Rows<W> x, i64 rows, const W* const* w, i64 cols, i64 k, f
     }
 }
 
-template <class W> void panel(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
+template <class W> __attribute__((noinline)) void panel(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
     for (i64 r = 0; r < n; r += 4) {
         i64 rows = std::min<i64>(4, n - r);
         if constexpr (LANES >= 4)
@@ -486,7 +559,7 @@ template <> void dots(Rows<bf16> x, i64 n, const bf16* const* w, i64 cols, i64 k
 }
 
 // Per-row int8 with ties to even; returns the factor back. Twice the same bits as `plain.quantise`.
-INLINE float quantise_row(const float* x, i64 k, int8_t* q, i32* total) {
+__attribute__((noinline)) float quantise_row(const float* x, i64 k, int8_t* q, i32* total) {
     vec top = {};
     each(k, [&](i64 i, i64 m) { top = max(top, abs(load(x + i, m))); });
     float amax = 1e-4f;
@@ -522,19 +595,18 @@ template <class F> void tasks(i64 n, i64 width, i64 k, const F& body) {
 template <class W>
 void product(FloatRows x, i64 n, i64 k, const W* w, i64 ldw, i64 width, float* out, i64 ldo) {
     SCRATCH(const float*, rows, n);
-    const float** at = rows;  // a thread's own name for the caller's buffer
-    for (i64 r = 0; r < n; ++r) at[r] = x[r];
+    for (i64 r = 0; r < n; ++r) rows[r] = x[r];
     tasks(n, width, k, [=](i64 r, i64 count, i64 c, i64 cols) {
         const W* ws[COLS];
         for (i64 j = 0; j < cols; ++j) ws[j] = w + (c + j) * ldw;
-        dots(Rows<W>{at + r}, count, ws, cols, k, out + r * ldo + c, ldo);
+        dots(Rows<W>{rows + r}, count, ws, cols, k, out + r * ldo + c, ldo);
     });
 }
 
 // A row of `d` floats times `factor` (times gamma), its trailing channels rotated, stored as T. `turn` holds cos of each pair
 // twice, then -sin | sin of each pair.
-template <class T, class G>
-INLINE void rope_row(const float* x, i64 d, float factor, const G* gamma, const float* turn, i64 r, T* out) {
+template <class T>
+INLINE void rope_row(const float* x, i64 d, float factor, const float* gamma, const float* turn, i64 r, T* out) {
     auto scaled = [&](i64 i, i64 m) FLAT {
         vec v = load(x + i, m) * factor;
         return gamma ? v * load(gamma + i, m) : v;
@@ -548,14 +620,17 @@ INLINE void rope_row(const float* x, i64 d, float factor, const G* gamma, const 
     });
 }
 
-// cos | sin of one position as `rope_row` wants them; `sign` -1 rotates back.
-template <class C> INLINE void expand_turn(const C* cos_sin, i64 r, float sign, float* turn) {
-    for (i64 j = 0; j < r / 2; ++j) {
-        float cos = get(cos_sin + j), sin = get(cos_sin + r / 2 + j) * sign;
-        turn[2 * j] = turn[2 * j + 1] = cos;
-        turn[r + 2 * j] = -sin;
-        turn[r + 2 * j + 1] = sin;
-    }
+// cos | sin of position `t` of a table as `rope_row` wants them; `sign` -1 rotates back.
+void expand_turn(const void* cos_sin, i64 dtype, i64 offset, i64 r, float sign, float* turn) {
+    with_float(dtype, [&](auto* tag) {
+        auto from = static_cast<decltype(tag)>(cos_sin) + offset;
+        for (i64 j = 0; j < r / 2; ++j) {
+            float cos = get(from + j), sin = get(from + r / 2 + j) * sign;
+            turn[2 * j] = turn[2 * j + 1] = cos;
+            turn[r + 2 * j] = -sin;
+            turn[r + 2 * j + 1] = sin;
+        }
+    });
 }
 
 INLINE float norm_factor(float squares, i64 n, float eps) { return 1.0f / std::sqrt(squares / float(n) + eps); }
@@ -569,27 +644,29 @@ struct Best {
     }
 };
 
+// The best of some lanes; index -1 in a lane means that it has seen nothing.
+__attribute__((noinline)) Best best_lane(const float* value, const i32* index) {
+    Best best;
+    for (int j = 0; j < LANES; ++j)
+        if (index[j] >= 0) best.add(value[j], index[j]);
+    return best;
+}
+
 template <class F> INLINE Best best_of(i64 count, const F& at) {
     vec top = splat(-INFINITY);
-    ivec where = {}, lane = {};
+    ivec where = ivec{} - 1, lane;
     for (int j = 0; j < LANES; ++j) lane[j] = j;
-    where -= 1;
-    i64 i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        vec v = at(i, i64(LANES));
-        ivec better = v > top;
+    for (i64 i = 0; i < count; i += LANES) {
+        vec v = at(i, std::min<i64>(LANES, count - i));
+        ivec better = (v > top) & (lane + i32(i) < i32(count));
         top = better ? v : top;
         where = better ? lane + i32(i) : where;
     }
-    Best best;
-    for (int j = 0; j < LANES; ++j)
-        if (where[j] >= 0) best.add(top[j], where[j]);
-    if (i < count) {
-        vec v = at(i, count - i);
-        for (int j = 0; i + j < count; ++j)
-            if (v[j] > -INFINITY) best.add(v[j], i + j);
-    }
-    return best;
+    float value[LANES];
+    i32 index[LANES];
+    memcpy(value, &top, sizeof top);
+    memcpy(index, &where, sizeof where);
+    return best_lane(value, index);
 }
 
 // ---- hyper-connections ----------------------------------------------------------------------------------------------------
@@ -609,17 +686,16 @@ INLINE void mix_logits(const float* streams, i64 t, i64 n, i64 size, const float
     }
 }
 
-// sum_i weight[i][lane] * stream i of one token, rounded to G and kept in float.
-template <class G>
-INLINE void collapse(const float* streams, i64 m, i64 d, const vec* weight, int lane, float* out) {
+// sum_i weight[i][lane] * stream i of one token, rounded to `dtype` and kept in float.
+INLINE void collapse(const float* streams, i64 m, i64 d, const vec* weight, i64 lane, i64 dtype, float* out) {
     each(d, [&](i64 i, i64 n) {
         vec total = {};
         for (i64 s = 0; s < m; ++s) total = fma(splat(weight[s][lane]), load(streams + s * d + i, n), total);
-        store(out + i, rounded<G>(total), n);
+        store(out + i, dtype == BF16 ? round_bf16(total) : total, n);
     });
 }
 
-template <class G> INLINE void norm_row(const float* x, i64 d, const G* gamma, float eps, float* out) {
+INLINE void norm_row(const float* x, i64 d, const float* gamma, float eps, float* out) {
     float factor = norm_factor(sum_squares(x, d), d, eps);
     each(d, [&](i64 i, i64 n) { store(out + i, load(x + i, n) * factor * load(gamma + i, n), n); });
 }
@@ -647,59 +723,6 @@ template <int M> INLINE void sinkhorn(vec* comb, i64 streams, i64 iters, float e
 
 // The tokens of one block: LANES of them fill the lanes, fewer leave work for the other thread.
 INLINE i64 token_block(i64 n) { return clamp((n + thread_limit - 1) / thread_limit, 1, LANES); }
-
-template <class G> void hc_pre(Args a, const G*) {
-    auto streams = a.tensor<const float>(), fn = a.tensor<const float>(), base = a.tensor<const float>();
-    auto scale = a.tensor<const float>();
-    auto gamma = a.tensor<const G>();
-    auto out = a.tensor<float>(), post = a.tensor<float>(), comb = a.tensor<float>();
-    i64 n = a.size(), m = a.size(), d = a.size(), iters = a.size(), block = token_block(n);
-    float eps = a.real(), hc_eps = a.real();
-    parallel((n + block - 1) / block, double(block) * m * d * (m + 3) * m / 16 + 2000, [&](i64 begin, i64 end) {
-        vec mix[(MAX_STREAMS + 2) * MAX_STREAMS];
-        for (i64 b = begin; b < end; ++b) {
-            i64 t = b * block, count = std::min(block, n - t);
-            mix_logits(streams, t, count, m * d, fn, (m + 2) * m, eps, mix);
-            for (i64 s = 0; s < m; ++s) {
-                mix[s] = sigmoid(mix[s] * scale[0] + base[s]) + hc_eps;
-                mix[m + s] = 2.0f * sigmoid(mix[m + s] * scale[1] + base[m + s]);
-            }
-            for (i64 j = 2 * m; j < (m + 2) * m; ++j) mix[j] = mix[j] * scale[2] + base[j];
-            if (m == 4)
-                sinkhorn<4>(mix + 8, m, iters, hc_eps);
-            else
-                sinkhorn<0>(mix + 2 * m, m, iters, hc_eps);
-            for (i64 j = 0; j < count; ++j) {
-                for (i64 s = 0; s < m; ++s) post[(t + j) * m + s] = mix[m + s][j];
-                for (i64 s = 0; s < m * m; ++s) comb[(t + j) * m * m + s] = mix[2 * m + s][j];
-                float* row = out + (t + j) * d;
-                collapse<G>(streams + (t + j) * m * d, m, d, mix, int(j), row);
-                norm_row(row, d, gamma, eps, row);
-            }
-        }
-    });
-}
-
-template <class G> void hc_head(Args a, const G*) {
-    auto streams = a.tensor<const float>(), fn = a.tensor<const float>(), base = a.tensor<const float>();
-    auto scale = a.tensor<const float>();
-    auto gamma = a.tensor<const G>();
-    auto out = a.tensor<float>(), normed = a.tensor<float>();
-    i64 n = a.size(), m = a.size(), d = a.size(), block = token_block(n);
-    float eps = a.real(), hc_eps = a.real();
-    parallel((n + block - 1) / block, double(block) * m * d * (m + 3) / 16, [&](i64 begin, i64 end) {
-        vec mix[MAX_STREAMS];
-        for (i64 b = begin; b < end; ++b) {
-            i64 t = b * block, count = std::min(block, n - t);
-            mix_logits(streams, t, count, m * d, fn, m, eps, mix);
-            for (i64 s = 0; s < m; ++s) mix[s] = sigmoid(mix[s] * scale[0] + base[s]) + hc_eps;
-            for (i64 j = 0; j < count; ++j) {
-                collapse<G>(streams + (t + j) * m * d, m, d, mix, int(j), out + (t + j) * d);
-                norm_row(out + (t + j) * d, d, gamma, eps, normed + (t + j) * d);
-            }
-        }
-    });
-}
 
 // ---- cache addressing -----------------------------------------------------------------------------------------------------
 
@@ -775,13 +798,14 @@ template <class To, class From> INLINE void copy_row(To* to, const From* from, i
 
 // ---- compression and attention ------------------------------------------------------------------------------------------------
 
-template <class G, class T, class C> void compress(Args a) {
+template <class T> void compress(Args a) {
     auto state = a.tensor<const float>();
     auto rows = a.tensor<const i32>();
-    auto gamma = a.tensor<const G>();
-    auto cos_sin = a.tensor<const C>();
+    auto norm = a.tensor<const void>(), cos_sin = a.tensor<const void>();
     auto out = a.tensor<T>();
     i64 n = a.size(), pool = a.size(), m = a.size(), d = a.size(), width = a.size(), r = a.size(), ld = a.size();
+    const float* gamma = float_rows<float>(norm, a.size(), 1, d, d)[0];
+    i64 turn_dtype = a.size();
     float eps = a.real();
     bool overlap = width == 4 * d;
     i64 gates = width / 2;
@@ -808,7 +832,7 @@ template <class G, class T, class C> void compress(Args a) {
                 }
                 store(entry + i, total / weights, w);
             });
-            expand_turn(cos_sin + e * ld, r, 1.0f, entry + d);
+            expand_turn(cos_sin, turn_dtype, e * ld, r, 1.0f, entry + d);
             rope_row(entry, d, norm_factor(sum_squares(entry, d), d, eps), gamma, entry + d, r, out + e * d);
         }
     });
@@ -939,12 +963,11 @@ template <class W> void index_topk(Args a) {
     if (n == 1) {
         i64 seen = clamp(visible[0], 0, entries);
         SCRATCH(uint32_t, scores, entries);
-        uint32_t* shared = scores;
         if (seen > k)
-            parallel((seen + per_page - 1) / per_page, cost * per_page, [&, shared](i64 begin, i64 end) {
-                score(0, begin * per_page, std::min(end * per_page, seen), shared);
+            parallel((seen + per_page - 1) / per_page, cost * per_page, [=](i64 begin, i64 end) {
+                score(0, begin * per_page, std::min(end * per_page, seen), scores);
             });
-        return select(0, shared, seen);
+        return select(0, scores, seen);
     }
     parallel(n, cost * entries, [&](i64 begin, i64 end) {
         SCRATCH(uint32_t, scores, entries);
@@ -972,17 +995,18 @@ INLINE void weigh(const float* const* p, i64 count, const K* const* keys, i64 n,
 }
 
 // K: dtype of q, keys and the result.
-template <class K, class C> void attention(Args a) {
+template <class K> void attention(Args a) {
     auto q = a.tensor<const K>(), kv = a.tensor<const K>();
     auto kv_rows = a.tensor<const i32>();
     auto entries = a.tensor<const K>();
     auto entry_rows = a.tensor<const i32>(), entry_count = a.tensor<const i32>();
     auto sink = a.tensor<const float>();
-    auto cos_sin = a.tensor<const C>();
+    auto cos_sin = a.tensor<const void>();
     auto out = a.tensor<K>();
     i64 n = a.size(), heads = a.size(), d = a.size(), r = a.size(), ldq = a.size(), ldq_head = a.size(), ldc = a.size();
     i64 pool = a.size(), ld_pool = a.size(), kv_lead = a.size(), width = a.size();
     i64 entry_pool = a.size(), ld_entries = a.size(), entry_lead = a.size(), entry_width = a.size();
+    i64 turn_dtype = a.size();
     float scale = a.real();
     constexpr int R = LANES == 8 ? 2 : 4, V = 4;
     i64 most = (width + entry_width + 15) / 16 * 16;
@@ -1034,11 +1058,11 @@ template <class K, class C> void attention(Args a) {
                 for (; i < d; i += LANES)
                     weigh<R, 1>(p_at + h, these, keys, count, i, std::min<i64>(LANES, d - i), result + h * d, d);
             }
-            expand_turn(cos_sin + t * ldc, r, -1.0f, turn);
+            expand_turn(cos_sin, turn_dtype, t * ldc, r, -1.0f, turn);
             for (i64 h = 0; h < heads; ++h) {
                 float* x = result + h * d;
                 each(d, [&](i64 i, i64 m) { store(x + i, load(x + i, m) / total[h], m); });
-                rope_row(x, d, 1.0f, static_cast<const float*>(nullptr), turn, r, out + (t * heads + h) * d);
+                rope_row(x, d, 1.0f, nullptr, turn, r, out + (t * heads + h) * d);
             }
         }
     });
@@ -1134,11 +1158,8 @@ template <class W> void moe(Args a) {
     SCRATCH(i32, token_sum, n);
     Rows<W> xs, hs;
     if constexpr (exact) {
-        auto q = x_int8;
-        auto scale = token_scale;
-        auto sums = token_sum;
         parallel(n, double(d) / 4, [=](i64 begin, i64 end) {
-            for (i64 t = begin; t < end; ++t) scale[t] = quantise_row(x[t], d, q + t * d, sums + t);
+            for (i64 t = begin; t < end; ++t) token_scale[t] = quantise_row(x[t], d, x_int8 + t * d, token_sum + t);
         });
         for (i64 p = 0; p < routes; ++p) {
             x_at[p] = x_int8 + order[p] * d;
@@ -1156,7 +1177,7 @@ template <class W> void moe(Args a) {
 
     double rows = double(routes) / std::max<i64>(pieces, 1);
     i64 wide = (f + COLS - 1) / COLS;
-    auto up_projection = [=, hidden = hidden, segments = segments](i64 begin, i64 end) {
+    auto up_projection = [=](i64 begin, i64 end) {
         float gate[ROWS * COLS], up[ROWS * COLS];
         for (i64 task = begin; task < end; ++task) {
             Segment s = segments[task / wide];
@@ -1182,17 +1203,14 @@ template <class W> void moe(Args a) {
     parallel(pieces * wide, rows * COLS * d / (exact ? 32 : 8), up_projection);
 
     if constexpr (exact) {
-        auto values = h_int8;
-        auto scale = h_scale;
-        auto sums = h_sum;
-        parallel(routes, double(f) / 4, [=, hidden = hidden, share = share](i64 begin, i64 end) {
+        parallel(routes, double(f) / 4, [=](i64 begin, i64 end) {
             for (i64 p = begin; p < end; ++p)
-                scale[p] = quantise_row(hidden + p * f, f, values + p * f, sums + p) * share[p];
+                h_scale[p] = quantise_row(hidden + p * f, f, h_int8 + p * f, h_sum + p) * share[p];
         });
     }
 
     wide = (d + COLS - 1) / COLS;
-    auto down_projection = [=, result = result, segments = segments, share = share](i64 begin, i64 end) {
+    auto down_projection = [=](i64 begin, i64 end) {
         for (i64 task = begin; task < end; ++task) {
             Segment s = segments[task / wide];
             i64 c = task % wide * COLS, cols = std::min(COLS, d - c);
@@ -1213,7 +1231,7 @@ template <class W> void moe(Args a) {
     };
     parallel(pieces * wide, rows * COLS * f / (exact ? 64 : 16), down_projection);
 
-    auto combine = [=, result = result, place = place](i64 begin, i64 end) {
+    auto combine = [=](i64 begin, i64 end) {
         for (i64 t = begin; t < end; ++t)
             each(d, [&](i64 i, i64 m) {
                 vec total = {};
@@ -1267,41 +1285,34 @@ void dsv4_rms_norm(const Call* c) {
     i64 n = a.size(), d = a.size(), ld = a.size(), dtype = a.size(), gamma_dtype = a.size();
     float eps = a.real();
     FloatRows rows = float_rows<float>(x, dtype, n, d, ld);
-    with_float(gamma_dtype, [&](auto* tag) {
-        parallel(n, double(d) / 8, [&](i64 begin, i64 end) {
-            for (i64 t = begin; t < end; ++t) norm_row(rows[t], d, static_cast<decltype(tag)>(gamma), eps, out + t * d);
-        });
+    const float* weight = float_rows<float, 1>(gamma, gamma_dtype, 1, d, d)[0];
+    parallel(n, double(d) / 8, [=](i64 begin, i64 end) {
+        for (i64 t = begin; t < end; ++t) norm_row(rows[t], d, weight, eps, out + t * d);
     });
 }
 
 void dsv4_rope(const Call* c) {
     Args a(c);
-    auto x = a.tensor<const void>(), cos_sin = a.tensor<const void>(), gamma = a.tensor<const void>();
+    auto x = a.tensor<const void>(), cos_sin = a.tensor<const void>(), norm = a.tensor<const void>();
     auto out = a.tensor<void>();
     i64 n = a.size(), heads = a.size(), d = a.size(), r = a.size(), ld = a.size(), ld_head = a.size(), ldc = a.size();
     i64 dtype = a.size(), turn_dtype = a.size(), gamma_dtype = a.size(), out_dtype = a.size(), normed = a.size();
     float eps = a.real();
-    with_float(out_dtype, [&](auto* out_tag) {
-        using T = Elem<decltype(out_tag)>;
-        parallel(n, double(heads) * d / 4, [&](i64 begin, i64 end) {
-            SCRATCH(float, row, d);
-            SCRATCH(float, turn, 2 * r);
-            SCRATCH(float, weight, d);
-            if (gamma)
-                with_float(gamma_dtype, [&](auto* tag) { copy_row(weight, static_cast<decltype(tag)>(gamma), d); });
-            for (i64 t = begin; t < end; ++t) {
-                with_float(turn_dtype, [&](auto* tag) {
-                    expand_turn(static_cast<decltype(tag)>(cos_sin) + t * ldc, r, 1.0f, turn);
+    const float* gamma = norm ? float_rows<float>(norm, gamma_dtype, 1, d, d)[0] : nullptr;
+    parallel(n, double(heads) * d / 4, [=](i64 begin, i64 end) {
+        SCRATCH(float, row, d);
+        SCRATCH(float, turn, 2 * r);
+        for (i64 t = begin; t < end; ++t) {
+            expand_turn(cos_sin, turn_dtype, t * ldc, r, 1.0f, turn);
+            for (i64 h = 0; h < heads; ++h) {
+                with_float(dtype, [&](auto* tag) { copy_row(row, static_cast<decltype(tag)>(x) + t * ld + h * ld_head, d); });
+                float factor = normed ? norm_factor(sum_squares(row, d), d, eps) : 1.0f;
+                with_float(out_dtype, [&](auto* tag) {
+                    auto to = static_cast<Elem<decltype(tag)>*>(out) + (t * heads + h) * d;
+                    rope_row(row, d, factor, gamma, turn, r, to);
                 });
-                for (i64 h = 0; h < heads; ++h) {
-                    with_float(dtype, [&](auto* tag) {
-                        copy_row(row, static_cast<decltype(tag)>(x) + t * ld + h * ld_head, d);
-                    });
-                    float factor = normed ? norm_factor(sum_squares(row, d), d, eps) : 1.0f;
-                    rope_row(row, d, factor, gamma ? weight : nullptr, turn, r, static_cast<T*>(out) + (t * heads + h) * d);
-                }
             }
-        });
+        }
     });
 }
 
@@ -1329,7 +1340,7 @@ void dsv4_linear_int8(const Call* c) {
     SCRATCH(float, scale, n* groups);
     SCRATCH(i32, sums, n* groups);
     SCRATCH(const int8_t*, at, n* groups);
-    auto fill = [=, q = q, scale = scale, sums = sums, at = at](i64 begin, i64 end) {
+    auto fill = [=](i64 begin, i64 end) {
         for (i64 r = begin; r < end; ++r)
             for (i64 g = 0; g < groups; ++g) {
                 at[g * n + r] = q + r * k + g * part;
@@ -1370,11 +1381,60 @@ void dsv4_grouped_linear(const Call* c) {
 }
 
 void dsv4_hc_pre(const Call* c) {
-    with_float(c->i[4], [&](auto* tag) { hc_pre(Args(c), tag); });
+    Args a(c);
+    auto streams = a.tensor<const float>(), fn = a.tensor<const float>(), base = a.tensor<const float>();
+    auto scale = a.tensor<const float>();
+    auto norm = a.tensor<const void>();
+    auto out = a.tensor<float>(), post = a.tensor<float>(), comb = a.tensor<float>();
+    i64 n = a.size(), m = a.size(), d = a.size(), iters = a.size(), dtype = a.size(), block = token_block(n);
+    float eps = a.real(), hc_eps = a.real();
+    const float* gamma = float_rows<float>(norm, dtype, 1, d, d)[0];
+    parallel((n + block - 1) / block, double(block) * m * d * (m + 3) * m / 16 + 2000, [=](i64 begin, i64 end) {
+        vec mix[(MAX_STREAMS + 2) * MAX_STREAMS];
+        for (i64 b = begin; b < end; ++b) {
+            i64 t = b * block, count = std::min(block, n - t);
+            mix_logits(streams, t, count, m * d, fn, (m + 2) * m, eps, mix);
+            for (i64 s = 0; s < m; ++s) {
+                mix[s] = sigmoid(mix[s] * scale[0] + base[s]) + hc_eps;
+                mix[m + s] = 2.0f * sigmoid(mix[m + s] * scale[1] + base[m + s]);
+            }
+            for (i64 j = 2 * m; j < (m + 2) * m; ++j) mix[j] = mix[j] * scale[2] + base[j];
+            if (m == 4)
+                sinkhorn<4>(mix + 8, m, iters, hc_eps);
+            else
+                sinkhorn<0>(mix + 2 * m, m, iters, hc_eps);
+            for (i64 j = 0; j < count; ++j) {
+                for (i64 s = 0; s < m; ++s) post[(t + j) * m + s] = mix[m + s][j];
+                for (i64 s = 0; s < m * m; ++s) comb[(t + j) * m * m + s] = mix[2 * m + s][j];
+                float* row = out + (t + j) * d;
+                collapse(streams + (t + j) * m * d, m, d, mix, j, dtype, row);
+                norm_row(row, d, gamma, eps, row);
+            }
+        }
+    });
 }
 
 void dsv4_hc_head(const Call* c) {
-    with_float(c->i[3], [&](auto* tag) { hc_head(Args(c), tag); });
+    Args a(c);
+    auto streams = a.tensor<const float>(), fn = a.tensor<const float>(), base = a.tensor<const float>();
+    auto scale = a.tensor<const float>();
+    auto norm = a.tensor<const void>();
+    auto out = a.tensor<float>(), normed = a.tensor<float>();
+    i64 n = a.size(), m = a.size(), d = a.size(), dtype = a.size(), block = token_block(n);
+    float eps = a.real(), hc_eps = a.real();
+    const float* gamma = float_rows<float>(norm, dtype, 1, d, d)[0];
+    parallel((n + block - 1) / block, double(block) * m * d * (m + 3) / 16, [=](i64 begin, i64 end) {
+        vec mix[MAX_STREAMS];
+        for (i64 b = begin; b < end; ++b) {
+            i64 t = b * block, count = std::min(block, n - t);
+            mix_logits(streams, t, count, m * d, fn, m, eps, mix);
+            for (i64 s = 0; s < m; ++s) mix[s] = sigmoid(mix[s] * scale[0] + base[s]) + hc_eps;
+            for (i64 j = 0; j < count; ++j) {
+                collapse(streams + (t + j) * m * d, m, d, mix, j, dtype, out + (t + j) * d);
+                norm_row(out + (t + j) * d, d, gamma, eps, normed + (t + j) * d);
+            }
+        }
+    });
 }
 
 void dsv4_hc_post(const Call* c) {
@@ -1476,13 +1536,7 @@ void dsv4_write_state(const Call* c) {
 }
 
 void dsv4_compress(const Call* c) {
-    with_float(c->i[7], [&](auto* gamma) {
-        with_float(c->i[8], [&](auto* out) {
-            with_float(c->i[9], [&](auto* turn) {
-                compress<Elem<decltype(gamma)>, Elem<decltype(out)>, Elem<decltype(turn)>>(Args(c));
-            });
-        });
-    });
+    with_float(c->i[9], [&](auto* tag) { compress<Elem<decltype(tag)>>(Args(c)); });
 }
 
 void dsv4_hadamard_quantise(const Call* c) {
@@ -1514,9 +1568,7 @@ void dsv4_index_topk(const Call* c) {
 }
 
 void dsv4_attention(const Call* c) {
-    with_float(c->i[15], [&](auto* key) {
-        with_float(c->i[16], [&](auto* turn) { attention<Elem<decltype(key)>, Elem<decltype(turn)>>(Args(c)); });
-    });
+    with_float(c->i[16], [&](auto* tag) { attention<Elem<decltype(tag)>>(Args(c)); });
 }
 
 void dsv4_route(const Call* c) {
@@ -1605,7 +1657,7 @@ void dsv4_markov(const Call* c) {
                 copy_row(previous + r * rank, static_cast<const W*>(w1) + token * rank, rank);
                 at[r] = previous + r * rank;
             }
-            auto search = [=, best = best](i64 begin, i64 end) {
+            auto search = [=](i64 begin, i64 end) {
                 SCRATCH(float, logits, n* CHUNK);
                 const W* ws[CHUNK];
                 for (i64 chunk = begin; chunk < end; ++chunk) {

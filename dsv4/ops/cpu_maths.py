@@ -134,7 +134,7 @@ kernel(
     fill=lambda state, rows, gamma, cos_sin, eps, dtype, out: Launch(
         (whole(state, F32), whole(rows, I32), whole(gamma, gamma.dtype), cos_sin, out),
         (rows.shape[0], state.shape[0], rows.shape[1], gamma.shape[0], state.shape[1], cos_sin.shape[1],
-         *strides(cos_sin, 1), code(gamma), code(dtype), code(cos_sin)),
+         *strides(cos_sin, 1), code(gamma), code(cos_sin), code(dtype)),
         (eps,),
     ),
 )  # fmt: skip
@@ -172,7 +172,7 @@ kernel(
          whole(sink, F32), cos_sin, out),
         (*q.shape, cos_sin.shape[1], *strides(q, 2), *strides(cos_sin, 1), kv.shape[0], *strides(kv, 1), *kv_rows.shape,
          *((0, 0, 1, 0) if entries is None else (entries.shape[0], *strides(entries, 1), *entry_rows.shape)),
-         code(q, kv.dtype), code(cos_sin)),
+         code(cos_sin), code(q, kv.dtype)),
         (scale,),
     ),
 )  # fmt: skip
