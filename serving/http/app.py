@@ -3,7 +3,7 @@
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
-from serving.http import chat_completions, completions, errors, service
+from serving.http import chat_completions, completions, errors, page, service
 from serving.http.context import Server
 from serving.http.middleware import AccessLog, ApiKeys, BodyLimit
 from serving.http.protocol_texts import ProtocolTexts
@@ -34,6 +34,7 @@ def create_app(
     app.include_router(service.router(server))
     app.include_router(completions.router(server))
     app.include_router(chat_completions.router(server))
+    app.include_router(page.router())
     errors.install(app)
     # Added last runs first: a request is logged, then its origin, key and size are checked.
     app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
