@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -55,8 +55,7 @@ class Programs:
         self.frozen = False
         self._recipe, self._bind, self._options = recipe, dict(bind or {}), dict(options or {})
         self._compiled: dict[StepShape, Compiled] = {}
-        self._traces: dict[StepShape, int] = {}
-        self._seconds: dict[StepShape, float] = {}
+        self._stats: dict[StepShape, ProgramStats] = {}
 
     # ---- buckets ----
 
@@ -86,12 +85,13 @@ class Programs:
         if self.frozen:
             have = ", ".join(map(str, self._compiled)) or "none"
             raise CaptureError(f"no program for {shape}: none is compiled while serving; compiled are {have}")
-        began = time.perf_counter()
+        began, stats = time.perf_counter(), self._stats.get(shape, ProgramStats())
         program, args = self._recipe(shape)
         traced = program.trace(*args, device=self.device)
-        self._traces[shape] = self._traces.get(shape, 0) + 1
+        self._stats[shape] = stats = replace(stats, traces=stats.traces + 1)
         self._compiled[shape] = traced.lower(self.target).compile(bind=self._bind, **self._options)
-        self._seconds[shape] = time.perf_counter() - began
+        spent = time.perf_counter() - began
+        self._stats[shape] = replace(stats, compiles=stats.compiles + 1, seconds=stats.seconds + spent)
         return self._compiled[shape]
 
     def compile(self) -> Iterator[tuple[StepShape, Compiled]]:
@@ -119,9 +119,4 @@ class Programs:
 
     def stats(self) -> dict[StepShape, ProgramStats]:
         """Traces, compiles, replays and build time of every program so far."""
-        return {
-            shape: ProgramStats(
-                traces=self._traces[shape], compiles=1, replays=compiled.replays, seconds=self._seconds[shape]
-            )
-            for shape, compiled in self._compiled.items()
-        }
+        return {shape: replace(self._stats[shape], replays=run.replays) for shape, run in self._compiled.items()}

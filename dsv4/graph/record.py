@@ -52,11 +52,6 @@ def source(node: Node) -> str:
     return _source(node.meta.get("frames", ()))
 
 
-def stack(node: Node) -> list[str]:
-    """All lines of our own code that lead to a node, innermost first."""
-    return [str(frame) for frame in node.meta.get("frames", ())]
-
-
 def _source(frames: Sequence[Frame]) -> str:
     outside = (frame for frame in frames if not frame.code.co_filename.startswith(_OPS))
     return str(next(outside, frames[0] if frames else "unknown line"))
@@ -82,7 +77,14 @@ def _failure(label: str, func: Any, error: Exception, frames: Sequence[Frame]) -
         what = "has no shape function; register one with torch.library.register_fake"
     else:
         return None
-    return CaptureError(f"{label}: {func} {what} ({_source(frames)})")
+    return _capture_error(f"{label}: {func} {what}", frames)
+
+
+def _capture_error(what: str, frames: Sequence[Frame]) -> CaptureError:
+    """One line that names the model's line; the lines that led there are a note."""
+    error = CaptureError(f"{what} ({_source(frames)})")
+    error.add_note("\n".join(["reached through, innermost first:", *(f"  {frame}" for frame in frames)]))
+    return error
 
 
 class _Recorder(TorchDispatchMode):
@@ -131,8 +133,8 @@ class _Recorder(TorchDispatchMode):
         if any(kind is not Tensor for kind in types):
             return NotImplemented  # a wrapper, as of a collective in flight, unwraps itself first
         if torch.Tag.nondeterministic_seeded in func.tags:
-            where = _source(_frames(self.stop))
-            raise CaptureError(f"{self.label}: {func} draws random numbers; pass noise as an argument ({where})")
+            what = f"{self.label}: {func} draws random numbers; pass noise as an argument"
+            raise _capture_error(what, _frames(self.stop))
         args = map_aggregate(args, self._meta)
         kwargs = dict(map_aggregate(kwargs or {}, self._meta))
         # A step lives on one device: whatever it makes is made there, and on meta while it is recorded.
@@ -181,10 +183,8 @@ def record(
             results = fn(*inputs)
     except (RuntimeError, TypeError) as error:
         if any(words in str(error) for words in _READS):
-            raise CaptureError(
-                f"{label}: a tensor's value is read on the host (.tolist(), .numpy()); keep it a tensor "
-                f"({_source(_raised_at(error))})"
-            ) from error
+            what = f"{label}: a tensor's value is read on the host (.tolist(), .numpy()); keep it a tensor"
+            raise _capture_error(what, _raised_at(error)) from error
         raise
     results = [recorder._meta(value) for value in results]
     tensors = tensors_in(results)

@@ -95,8 +95,9 @@ def test_what_is_no_static_graph_fails_with_operator_and_line(name: str):
     def fn(params, cache, batch):
         return toy.Outputs(y=broken(batch.x)), cache
 
-    with pytest.raises(CaptureError, match=message + r".*test_stages\.py:\d+ in "):
+    with pytest.raises(CaptureError, match=message + r".*test_stages\.py:\d+ in ") as raised:
         trace(fn)
+    assert "in fn" in raised.value.__notes__[0], "the way there is kept"
 
 
 def test_an_ordinary_mistake_keeps_its_type_and_gains_the_place():

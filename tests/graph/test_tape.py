@@ -1,6 +1,8 @@
 """The tape against eager execution, bit for bit: any graph, any views, any arena."""
 
 import random
+import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -278,6 +280,39 @@ def test_collectives_run_between_kernels_and_are_waited_for(lone_rank: str):
 
     lowered = both_ways(fn, toy.weights(), toy.pools(), toy.inputs())
     assert lowered.python_segments == 1
+
+
+def python_events(run, batch) -> int:
+    """Calls, from Python or C, that one replay makes in this interpreter."""
+    events = 0
+
+    def count(frame, event, argument) -> None:
+        nonlocal events
+        events += event in ("call", "c_call")
+
+    run(batch)
+    sys.setprofile(count)
+    run(batch)
+    sys.setprofile(None)
+    return events
+
+
+def test_a_replay_does_the_same_python_work_whatever_the_graph():
+    machine = replace(toy.MACHINE, run=lambda address, count, threads: None)
+    params, cache, batch = toy.weights(), toy.pools(), toy.inputs()
+
+    def chain(length: int):
+        def fn(params, cache, batch):
+            x = batch.x
+            for _ in range(length):
+                x = toy.mix(x, params.w).view(8, 4).view(4, 8)
+            return toy.Outputs(y=x), cache
+
+        lowered = program(fn).trace(params, cache, batch).lower("cpu", machine=machine)
+        return lowered.compile(bind={"params": params, "cache": cache})
+
+    short, long = python_events(chain(1), batch), python_events(chain(100), batch)
+    assert short == long < 60
 
 
 def test_donated_arguments_must_be_bound():
