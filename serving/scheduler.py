@@ -61,7 +61,7 @@ class Scheduler:
         self._step_ids = itertools.count()
         self._next_partition = 0  # where a tie between partitions goes
         self._last_turn = -1  # arrival of the last decode row served when rows take turns
-        self._refused = False  # the head of the queue was tried in the last step and could not be seated
+        self._refused = False  # the head of the queue was tried in vain, and no seat was given up since
         self._prefix_queries = self._prefix_hits = self._preemptions = 0
 
     def __len__(self) -> int:
@@ -180,16 +180,14 @@ class Scheduler:
                 prefilling.append(seat)
             elif seat.lower < seat.last:
                 decoding.append(seat)
-        budget = self._config.max_num_batched_tokens
-        tile = self._config.tile_tokens
-        seats = 0 if self._refused else max(0, self._config.max_num_seqs - len(self._running))
+        budget, tile = self._config.max_num_batched_tokens, self._config.tile_tokens
+        seats = 0 if self._refused else self._config.max_num_seqs - len(self._running)
         queue = sum(min(tile, len(request.tokens)) for request in itertools.islice(self._waiting, seats))
         if decoding:
             kept = min(tile, budget // 2) if prefilling or queue else 0
             budget -= self._plan_decode(decoding, max(self._config.decode_rows, budget - kept))
         if prefilling:
             budget = self._plan_prefill(prefilling, budget, queue)
-        self._refused = False
         # A newcomer must not get the pages that someone was just preempted for.
         if self._waiting and self._preemptions == preemptions:
             self._plan_admission(budget, queue)
@@ -245,8 +243,8 @@ class Scheduler:
             request = self._waiting[0]
             queue = max(0, queue - min(self._config.tile_tokens, len(request.tokens)))
             length = self._seat(request, budget, queue)
-            if not length:
-                self._refused = True
+            self._refused = not length
+            if self._refused:
                 return
             self._waiting.popleft()
             budget -= length
@@ -313,13 +311,10 @@ class Scheduler:
     def _preempt(self, seat: Seat) -> None:
         """Takes a request's seat and pages; it waits in its place in the queue to compute everything it knows again."""
         request = seat.request
-        self._running.remove(seat)
-        self._partitions[seat.partition].vacate(seat)
+        self._vacate(seat)
         request.preemptions += 1
         self._preemptions += 1
-        place = next(
-            (i for i, other in enumerate(self._waiting) if other.arrival > request.arrival), len(self._waiting)
-        )
+        place = bisect.bisect(self._waiting, request.arrival, key=lambda other: other.arrival)
         self._waiting.insert(place, request)
 
     def _break_deadlock(self) -> bool:
@@ -373,10 +368,8 @@ class Scheduler:
 
     def _extend(self, seat: Seat, tokens: Sequence[int]) -> RequestEvent:
         """Appends what one step yielded, cut at EOS and at the limit; the last token is the target's own, not a draft."""
-        request = seat.request
-        known = request.tokens
-        drafted = len(tokens) - 1
-        finish = None
+        request, known = seat.request, seat.request.tokens
+        drafted, finish = len(tokens) - 1, None
         if len(known) + len(tokens) >= request.limit:
             tokens = tokens[: request.limit - len(known)]
             finish = FinishReason.LENGTH
@@ -397,5 +390,10 @@ class Scheduler:
         if request.seat is None:
             self._waiting.remove(request)
         else:
-            self._running.remove(request.seat)
-            self._partitions[request.seat.partition].vacate(request.seat)
+            self._vacate(request.seat)
+
+    def _vacate(self, seat: Seat) -> None:
+        """Ends a stay; its pages and slot can be lent to the next step."""
+        self._running.remove(seat)
+        self._partitions[seat.partition].vacate(seat)
+        self._refused = False

@@ -50,14 +50,14 @@ def crowd(seed: int, requests: int, drafts: int, **settings):
 
 
 @pytest.mark.parametrize("drafts", [0, 3, 7])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_random_crowd_equals_its_lone_runs(drafts, seed):
     random = Random(seed)
     server = crowd(
         seed,
         40,
         drafts,
-        pages=random.choice([TIGHT, 400]),
+        pages=random.choice([TIGHT, 150]),
         long_prefill_token_threshold=random.choice([0, 7, 32, 100]),
         max_num_batched_tokens=random.choice([16, 64, 256]),
         partitions=random.choice([1, 2, 4]),
@@ -187,7 +187,7 @@ class Crowd(RuleBasedStateMachine):
 
 
 TestCrowd = Crowd.TestCase
-TestCrowd.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCrowd.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 
 
 def test_two_thousand_mixed_requests_do_not_grow():

@@ -67,6 +67,86 @@ def test_preemption_computes_prompt_and_output_again():
     assert [bool(request.preemptions) for request in requests] == [False, True]
 
 
+def test_a_row_already_planned_can_still_be_preempted_in_the_same_step():
+    """An older prompt takes the pages of a younger decode row that the same plan already held: the row leaves the plan."""
+    server = make_server(
+        pages={"history": 40, "window": 16, "tail": 100, "open": 60},
+        long_prefill_token_threshold=256,
+        max_num_batched_tokens=512,
+        pipeline_depth=1,
+    )
+    old, young = make_request("old", prompt_of(700), 20), make_request("young", prompt_of(120, 1), 60)
+    server.add(old)
+    server.add(young)
+    server.step()
+    (part,) = server.launch().partitions
+    assert young.preemptions == 1 and young.seat is None
+    assert not part.decode and [chunk.seat.request for chunk in part.prefill] == [old]
+    server.drain()
+
+
+def test_a_preempted_request_is_not_seated_again_in_the_same_step():
+    """What is left of the budget and of its pages would do for a first chunk, and start the next round of preemption."""
+    server = make_server(
+        pages={"history": 40, "window": 17, "tail": 100, "open": 60},
+        long_prefill_token_threshold=256,
+        max_num_batched_tokens=272,
+        pipeline_depth=1,
+        enable_prefix_caching=False,
+    )
+    young = make_request("young", prompt_of(129, 1), 60)
+    server.add(make_request("old", prompt_of(700), 20))
+    server.add(young)
+    server.step()
+    server.launch()
+    assert young.preemptions == 1 and young.seat is None
+    server.drain()
+
+
+def test_running_ahead_is_no_reason_to_preempt():
+    """Two chunks in flight do not fit beside a decode row, one does: the prompt waits for its own step instead."""
+    server = make_server(
+        pages={"history": 40, "window": 17, "tail": 100, "open": 60},
+        long_prefill_token_threshold=256,
+        max_num_batched_tokens=512,
+    )
+    young = make_request("young", prompt_of(10, 1), 60)
+    server.add(make_request("old", prompt_of(900), 20))
+    server.add(young)
+    server.drain()
+    assert young.preemptions == 0
+
+
+def test_eviction_takes_the_end_of_a_prefix_first():
+    """A prefix is of use only from its start, so a little pressure shortens the hit instead of ending it."""
+    server = make_server(pages={"history": 9, "window": 400, "tail": 400, "open": 100})
+    for name, prompt in (("a", prompt_of(513)), ("stranger", prompt_of(600, 1)), ("again", prompt_of(513))):
+        server.add(make_request(name, prompt, 2))
+        server.drain()
+    # Of eight pages `a` left four cached; five of the stranger's took the free four and one more.
+    assert server.finished["again"].request.cached_tokens == 384
+
+
+def test_a_preempted_request_returns_to_its_place():
+    """Younger requests of another partition may run on, but nobody behind it in the queue is seated first."""
+    server = make_server(
+        pages={"history": 6, "window": 60, "tail": 150, "open": 60},
+        partitions=2,
+        max_num_seqs=4,
+        pipeline_depth=1,
+        num_speculative_tokens=7,
+        acceptance=0.8,
+    )
+    requests = [make_request(f"r{i}", prompt_of(100, i), 500) for i in range(7)]
+    for request in requests:
+        server.add(request)
+    while not requests[2].preemptions or not requests[3].preemptions:
+        server.step()
+    waiting = [request.arrival for request in server.scheduler._waiting]
+    assert waiting == sorted(waiting) and waiting[0] in (2, 3) and waiting[-1] == 6
+    server.drain()
+
+
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("drafts", [0, 7])
 def test_room_for_one_and_a_half_serves_ten(drafts, caching):
@@ -85,7 +165,7 @@ def test_room_for_one_and_a_half_serves_ten(drafts, caching):
 
 
 def test_many_copies_are_one_completion():
-    server = make_server(max_num_seqs=48, num_speculative_tokens=7, pages=2000, max_num_batched_tokens=1024)
+    server = make_server(max_num_seqs=48, num_speculative_tokens=7, pages=900, check=False, max_num_batched_tokens=1024)
     for number in range(48):
         server.add(
             make_request(f"s{number}", prompt_of(90 if number % 3 else 50 + number, 0 if number % 3 else number), 40)
@@ -145,7 +225,9 @@ def test_abort_at_every_moment():
 
 def test_a_short_prompt_answers_at_once_behind_long_ones():
     """The bound of the scheduler's docstring: with (place + 1) tiles within the budget, one tile of prompt takes one step."""
-    server = make_server(max_num_batched_tokens=1024, pages=2000, max_model_len=6000, long_prefill_token_threshold=0)
+    server = make_server(
+        max_num_batched_tokens=1024, pages=900, check=False, max_model_len=6000, long_prefill_token_threshold=0
+    )
     for number in range(7):
         server.add(make_request(f"long{number}", prompt_of(5000, number), 4))
         server.launch()
@@ -165,7 +247,8 @@ def test_decode_rows_take_turns_under_long_prompts():
         max_num_batched_tokens=32,
         num_speculative_tokens=7,
         acceptance=0.0,
-        pages=2000,
+        check=False,
+        pages=700,
         max_model_len=3000,
         pipeline_depth=1,
     )

@@ -231,3 +231,41 @@ def test_stats_count_pages_and_requests():
     assert stats.cache_usage == stats.pages_used["tail"] / 499
     land(s, plan=plan)
     assert s.stats().pages_cached == {"history": 2, "window": 8, "tail": 2, "open": 0}
+
+
+def test_history_is_taken_for_the_whole_prompt_at_once():
+    """A prompt once begun is not stopped half way for want of history; rings follow chunk by chunk."""
+    s = scheduler(long_prefill_token_threshold=100)
+    s.add(request(prompt=900))
+    updates = s.plan().partitions[0].table_updates
+    assert [len(updates[name].pages) for name in GROUPS] == [8, 4, 16, 4]
+
+
+def test_a_newcomer_leaves_every_seat_room_to_grow():
+    s = Scheduler(
+        SchedulerConfig(pages={"history": 3, "window": 99, "tail": 300, "open": 99}, max_model_len=256, max_num_seqs=4)
+    )
+    s.add(request("a", prompt=100, max_tokens=100))
+    land(s)
+    s.add(request("b"))
+    assert not s.plan().partitions[0].prefill, "the last page is for the seated request, which will soon need it"
+
+
+def test_nothing_is_kept_for_a_head_of_queue_that_cannot_be_seated():
+    s = Scheduler(
+        SchedulerConfig(
+            pages={"history": 9, "window": 99, "tail": 300, "open": 99},
+            max_model_len=1024,
+            max_num_seqs=4,
+            max_num_batched_tokens=200,
+        )
+    )
+    s.add(request("long", prompt=900, max_tokens=100))
+    s.add(request("big", prompt=500))
+    lengths = []
+    for _ in range(4):
+        plan = s.plan()
+        lengths += [chunk.length for chunk in plan.partitions[0].prefill]
+        land(s, plan=plan)
+    # The first step finds that the newcomer does not fit; until someone leaves, that is not asked at a price again.
+    assert lengths == [128, 200, 200, 200]
