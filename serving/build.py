@@ -14,13 +14,13 @@ from dsv4.config import ModelConfig, load_config
 from dsv4.errors import ConfigError
 from dsv4.ops.capturable import CAPTURABLE
 from dsv4.ops.cpu import default_ops
-from dsv4.params import act_dtype
+from dsv4.params import Params, act_dtype
 from dsv4.tree import tree_bytes
-from serving.args import EngineArgs, EngineSettings, resolve
+from serving.args import GROUP_ROWS, EngineArgs, EngineSettings, resolve
 from serving.batches import BatchBuilder, default_buckets
-from serving.capacity import PagePlan, host_memory_bytes, plan_pages
+from serving.capacity import CACHED_BLOCKS, PagePlan, host_memory_bytes, plan_pages
 from serving.engine import Engine
-from serving.pages import page_groups
+from serving.pages import PageGroup, page_groups
 from serving.plan import SchedulerConfig
 from serving.scheduler import Scheduler
 from serving.tokenizer import Tokenizer
@@ -29,6 +29,7 @@ from serving.worker import LocalExecutor, Worker
 log = logging.getLogger("dsv4.engine")
 
 TILE = 128
+PIPELINE_DEPTH = 2  # steps planned before the oldest one's tokens are read
 CPU_TILES = 4  # 512 tokens a launch keep a layer's temporaries in the last-level cache
 
 Progress = Callable[[str, int, int], None]
@@ -82,34 +83,11 @@ def load_dtype(args: EngineArgs) -> torch.dtype | None:
     return torch.float32 if args.dtype == "float32" else None
 
 
-def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
-    """Checks everything that flags and headers can tell, then loads, captures and starts. Raises Dsv4Error."""
-    path = Path(args.model)
-    cfg = load_config(path)
-    settings = resolve(args, cfg, choose_platform(args.platform))
-    tokenizer = Tokenizer.load(path)
-    drafter = settings.k > 0
-    if progress:
-        progress("weights", 0, 1)
-    # Draft rows reach K positions past the last token, so the rope tables do too.
-    params = load_params(
-        path, cfg, load_dtype(args), max_positions=args.max_model_len + settings.k + 1, drafter=drafter
-    )
-    groups = page_groups(cfg.sliding_window)
-    rows = min(args.max_num_seqs, 64)
-    depth, query_len = 2, settings.k + 1
-    plan = plan_pages(
-        groups,
-        page_bytes(cfg, act_dtype(params), drafter=drafter),
-        memory_bytes=int(host_memory_bytes() * args.npu_memory_utilization),
-        seats=args.max_num_seqs,
-        max_model_len=args.max_model_len,
-        decode_tokens=depth * query_len,
-        prefill_tokens=depth * args.max_num_batched_tokens,
-        cached_blocks=256 if args.enable_prefix_caching else 0,
-    )
-    config = SchedulerConfig(
-        pages=plan.pages,
+def scheduler_config(settings: EngineSettings, groups: tuple[PageGroup, ...], pages: dict[str, int]) -> SchedulerConfig:
+    """The scheduler's view of the flags."""
+    args = settings.args
+    return SchedulerConfig(
+        pages=pages,
         groups=groups,
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
@@ -118,12 +96,56 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
         enable_chunked_prefill=args.enable_chunked_prefill,
         enable_prefix_caching=args.enable_prefix_caching,
         num_speculative_tokens=settings.k,
-        max_rows_per_partition=rows,
+        partitions=settings.partitions,
+        max_rows_per_partition=min(args.max_num_seqs, GROUP_ROWS),
         max_waiting=args.max_waiting,
-        pipeline_depth=depth,
+        pipeline_depth=PIPELINE_DEPTH,
         prefix_replay=args.prefix_replay,
         tile_tokens=TILE,
     )
+
+
+def page_plan(cfg: ModelConfig, settings: EngineSettings, dtype: torch.dtype, memory_bytes: int) -> PagePlan:
+    """Pages of one partition within `memory_bytes`. Raises ConfigError if one full request does not fit."""
+    args = settings.args
+    return plan_pages(
+        page_groups(cfg.sliding_window),
+        page_bytes(cfg, dtype, drafter=settings.k > 0),
+        memory_bytes=memory_bytes,
+        seats=-(-args.max_num_seqs // settings.partitions),
+        max_model_len=args.max_model_len,
+        decode_tokens=PIPELINE_DEPTH * (settings.k + 1),
+        prefill_tokens=PIPELINE_DEPTH * args.max_num_batched_tokens,
+        cached_blocks=CACHED_BLOCKS if args.enable_prefix_caching else 0,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Started:
+    """A running engine over one worker in this process."""
+
+    engine: Engine
+    worker: Worker
+    scheduler: Scheduler
+    plan: PagePlan
+    target: str
+
+
+def start_engine(
+    cfg: ModelConfig,
+    params: Params,
+    settings: EngineSettings,
+    model_name: str,
+    *,
+    plan: PagePlan | None = None,
+    progress: Progress | None = None,
+) -> Started:
+    """Plans memory, captures every program and starts the engine, all in this process (dp = tp = ep = 1)."""
+    args = settings.args
+    plan = plan or page_plan(cfg, settings, act_dtype(params), int(host_memory_bytes() * args.npu_memory_utilization))
+    groups = page_groups(cfg.sliding_window)
+    config = scheduler_config(settings, groups, plan.pages)
+    rows = config.max_rows_per_partition
     buckets = default_buckets(args.max_model_len, rows, CPU_TILES, TILE)
     ops = CAPTURABLE if args.target in ("plain", "inductor") else default_ops()
     target = args.target if args.target != "auto" else ops.name
@@ -141,19 +163,35 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
         target=target,
     )
     worker.warm_up(progress)
-    executor = LocalExecutor(worker, threads)
+    scheduler = Scheduler(config)
     engine = Engine(
-        Scheduler(config),
+        scheduler,
         [BatchBuilder(buckets, rows, settings.k)],
-        executor,
-        model_name=args.served_model_name or path.resolve().name,
+        LocalExecutor(worker, threads),
+        model_name=model_name,
         max_model_len=args.max_model_len,
         vocab_size=cfg.vocab_size,
         bos_token_id=cfg.bos_token_id,
         eos_token_id=cfg.eos_token_id,
         num_speculative_tokens=settings.k,
     )
+    return Started(engine=engine, worker=worker, scheduler=scheduler, plan=plan, target=target)
+
+
+def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
+    """Checks everything that flags and headers can tell, then loads, captures and starts. Raises Dsv4Error."""
+    path = Path(args.model)
+    cfg = load_config(path)
+    settings = resolve(args, cfg, choose_platform(args.platform))
+    tokenizer = Tokenizer.load(path)
+    if progress:
+        progress("weights", 0, 1)
+    # Draft rows reach K positions past the last token, so the rope tables do too.
+    params = load_params(
+        path, cfg, load_dtype(args), max_positions=args.max_model_len + settings.k + 1, drafter=settings.k > 0
+    )
+    started = start_engine(cfg, params, settings, args.served_model_name or path.resolve().name, progress=progress)
     return Built(
-        engine=engine, tokenizer=tokenizer, cfg=cfg, settings=settings, plan=plan, weight_bytes=tree_bytes(params),
-        programs=len(worker.programs), target=target,
+        engine=started.engine, tokenizer=tokenizer, cfg=cfg, settings=settings, plan=started.plan,
+        weight_bytes=tree_bytes(params), programs=len(started.worker.programs), target=started.target,
     )  # fmt: skip

@@ -1,0 +1,122 @@
+"""The real engine over tiny models: whatever the traffic, a request's tokens are those of its lone cold run at K = 0."""
+
+import functools
+import random
+
+import pytest
+
+from dsv4.params import Params
+from tests.support.engines import generate, running
+from tests.support.models import memory_params, quantised, tiny_config, tiny_weights
+from tests.support.runner import Runner
+
+CFG = tiny_config()
+
+
+@functools.cache
+def params(form: str) -> Params:
+    read = quantised if form == "w8a8" else memory_params
+    return read(CFG, tiny_weights(CFG, 2), drafter=True)
+
+
+def k_params(form: str, k: int) -> Params:
+    from dataclasses import replace
+
+    return params(form) if k else replace(params(form), drafter=None)
+
+
+@functools.cache
+def lone(form: str, ids: tuple[int, ...], count: int) -> list[int]:
+    from dsv4.ops.cpu import default_ops
+
+    return Runner(CFG, k_params(form, 0), ops=default_ops(), slots=1).generate(0, ids, count)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(f"{length} {seed}").choices(range(CFG.vocab_size), k=length))
+
+
+@pytest.mark.parametrize("k", [0, 7])
+@pytest.mark.parametrize("form", ["f32", "w8a8"])
+def test_mixed_traffic(form: str, k: int) -> None:
+    rng = random.Random(1)
+    prompts = [prompt(rng.choice([1, 2, 5, 17, 64, 127, 128, 129, 200, 300]), i) for i in range(24)]
+    counts = [rng.randrange(1, 24) for _ in prompts]
+    with running(CFG, k_params(form, k), k, max_num_seqs=6, max_num_batched_tokens=200) as started:
+        got = generate(started.engine, prompts, counts)
+        started.scheduler.check()
+    assert got == [lone(form, ids, n) for ids, n in zip(prompts, counts, strict=True)]
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_chunk_sizes_and_prefix_hits(k: int) -> None:
+    """Cold = hot = hot after reuse, for every chunk size, around the 128-token boundaries; hits exactly by the rule."""
+    for chunk in (7, 32, 128, 1000):
+        with running(CFG, k_params("f32", k), k, long_prefill_token_threshold=chunk) as started:
+            for length in (127, 128, 129, 255, 256, 257, 300, 384, 513):
+                ids = prompt(length, 5)
+                expected = lone("f32", ids, 10)
+                before = started.engine.stats()
+                for _ in range(3):
+                    assert generate(started.engine, [ids], 10) == [expected], (chunk, length)
+                after = started.engine.stats()
+                hits = after.prefix_hits - before.prefix_hits
+                known = (length - 1) // 128 * 128
+                # The first of the three may already hit what shorter prompts of this loop published: they are not prefixes.
+                assert hits == 2 * known, (chunk, length)
+            started.scheduler.check()
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_the_256_rule_by_flag(k: int) -> None:
+    with running(CFG, k_params("f32", k), k, prefix_replay=128) as started:
+        for length, hit in ((255, 0), (256, 128), (384, 256)):
+            before = started.engine.stats().prefix_hits
+            generate(started.engine, [prompt(length, 8)], 4)
+            assert generate(started.engine, [prompt(length, 8)], 4) == [lone("f32", prompt(length, 8), 4)]
+            assert started.engine.stats().prefix_hits - before == hit
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_a_pool_of_one_and_a_half_requests_serves_ten(k: int) -> None:
+    """Preemption recomputes prompt and output; tokens stay those of the lone run, and every page comes back."""
+    prompts = [prompt(96 + 3 * i, i) for i in range(10)]  # two pages of history each, three to be had; the later grow first
+    flags = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 160, "enable_prefix_caching": False}
+    pages = {"history": 4, "window": 14, "tail": 36, "open": 14}
+    with running(CFG, k_params("f32", k), k, pages=pages, **flags) as started:
+        got = generate(started.engine, prompts, 60)
+        assert got == [lone("f32", ids, 60) for ids in prompts]
+        started.scheduler.check()
+        assert not any(started.scheduler.stats().pages_used.values())
+        assert started.engine.stats().preemptions > 0
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_generated_tokens_are_a_prefix_too(k: int) -> None:
+    """The next turn of a chat hits what the last one generated."""
+    with running(CFG, k_params("f32", k), k) as started:
+        first = prompt(100, 3)
+        answer = generate(started.engine, [first], 60)[0]
+        turn = (*first, *answer, *prompt(20, 4))
+        before = started.engine.stats().prefix_hits
+        assert generate(started.engine, [turn], 8) == [lone("f32", turn, 8)]
+        assert started.engine.stats().prefix_hits - before == 128
+
+
+def test_thirty_two_copies_and_sixteen_strangers() -> None:
+    """faults.md 27: one distinct completion, whatever the company."""
+    ids = prompt(40, 1)
+    prompts = [ids if i % 3 else prompt(3 + 7 * i, i) for i in range(48)]
+    with running(CFG, k_params("w8a8", 7), 7, max_num_seqs=16) as started:
+        got = generate(started.engine, prompts, 12)
+    assert {tuple(tokens) for ids_, tokens in zip(prompts, got, strict=True) if ids_ is ids} == {tuple(lone("w8a8", ids, 12))}
+
+
+def test_nothing_is_compiled_while_serving() -> None:
+    """Programs are captured once each; traffic of other lengths, batches and data replays them, one launch per step."""
+    with running(CFG, k_params("w8a8", 7), 7) as started:
+        generate(started.engine, [prompt(n, n) for n in (1, 30, 129, 400)], 20)
+        programs = started.worker.programs
+        assert programs.frozen
+        assert all(s.traces == s.compiles == 1 for s in programs.stats().values())
+        assert all(compiled.python_segments == 0 for _, compiled in programs.compile())
