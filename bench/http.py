@@ -32,7 +32,7 @@ class PacedEngine:
     """Emits `step` tokens at a time, `rate` tokens per second (None: as fast as they are taken), and notes when."""
 
     model_name, max_model_len, vocab_size = "paced", 2**20, 256
-    bos_token_id, eos_token_id, num_speculative_tokens = 0, 1, 7
+    bos_token_id, eos_token_id, num_speculative_tokens, max_logprobs = 0, 1, 7, None
 
     def __init__(self, step: int, rate: float | None) -> None:
         self._step, self._rate = step, rate

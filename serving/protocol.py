@@ -30,7 +30,10 @@ class EngineStats:
 
 
 class EngineClient(Protocol):
-    """An engine as its callers see it. Every method is called from one event loop."""
+    """An engine as its callers see it. Every method is called from one event loop.
+
+    max_logprobs: alternatives that can be had with each token, at most; None where there are no log probabilities.
+    """
 
     model_name: str
     max_model_len: int
@@ -38,6 +41,7 @@ class EngineClient(Protocol):
     eos_token_id: int
     bos_token_id: int
     num_speculative_tokens: int
+    max_logprobs: int | None
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[EngineOutput]:
         """Queues a request and returns its outputs; the last one carries a `finish_reason`.

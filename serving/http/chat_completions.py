@@ -34,7 +34,7 @@ def router(server: Server) -> APIRouter:
         thinking = body.thinking(settings.thinking)
         params = body.sampling(
             settings.defaults,
-            logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            logprobs=server.check_logprobs((body.top_logprobs or 0) if body.logprobs else None, "logprobs"),
             max_tokens=body.max_completion_tokens or body.max_tokens,
         )
         prompt_ids = await chat_ids(server, body)

@@ -25,7 +25,8 @@ def router(server: Server) -> APIRouter:
         """Completes one or several prompts; with `stream` as server-sent events."""
         settings = server.settings
         model = server.check_model(body.model)
-        params = body.sampling(settings.defaults, logprobs=body.logprobs, max_tokens=body.max_tokens)
+        logprobs = server.check_logprobs(body.logprobs, "logprobs")
+        params = body.sampling(settings.defaults, logprobs=logprobs, max_tokens=body.max_tokens)
         if len(body.prompt) > settings.max_prompts:
             raise RequestError(
                 f"prompt: at most {settings.max_prompts} prompts in one request, got {len(body.prompt)}", param="prompt"

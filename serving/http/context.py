@@ -52,6 +52,14 @@ class Server:
         lacking = ", ".join(name for name in CONTROLS if self.tokenizer.find_control(name) is None)
         return f"this tokenizer lacks {lacking}: chat is not possible, use /v1/completions" if lacking else None
 
+    def check_logprobs(self, asked: int | None, param: str) -> int | None:
+        """The number of alternatives asked for. Raises RequestError where the engine has fewer, or none at all."""
+        most = getattr(self.engine, "max_logprobs", None)
+        if asked is not None and (most is None or asked > most):
+            offer = "none" if most is None else f"at most {most}"
+            raise RequestError(f"{param}: this engine returns {offer}", param=param, code="unsupported_value")
+        return asked
+
     async def encode(self, text: str) -> list[int]:
         """Token ids of a raw prompt."""
         return await off_loop(len(text), self.tokenizer.encode, text)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import ipaddress
 import logging
+import resource
 import socket
 from collections.abc import Iterator
 
@@ -23,6 +24,7 @@ def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, *, drain_time
     server: Server = app.state.server
     if not server.settings.api_keys and not _is_loopback(host):
         logger.warning("listening on %s without an API key: anyone who can reach this port can use it", host)
+    _raise_file_limit(2 * server.settings.max_connections)
     config = uvicorn.Config(
         app,
         host=host,
@@ -32,8 +34,19 @@ def serve(app: FastAPI, host: str = "127.0.0.1", port: int = 8000, *, drain_time
         lifespan="on",
         timeout_graceful_shutdown=drain_timeout_s,
         timeout_keep_alive=30,
+        limit_concurrency=server.settings.max_connections,
     )
     _DrainingServer(config, server).run()
+
+
+def _raise_file_limit(wanted: int) -> None:
+    """Every connection is an open file, and shells often allow only 1,024 unless asked."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < wanted:
+        logger.warning("only %d open files are allowed; raise the limit (ulimit -n) to serve more clients", allowed)
 
 
 def _is_loopback(host: str) -> bool:

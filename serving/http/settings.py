@@ -74,6 +74,7 @@ class HttpSettings:
 
     api_keys: when given, every path but `/health` and the page at `/` wants `Authorization: Bearer KEY`.
     cors_origins: browser origins that may call this server; none by default.
+    max_connections: open connections; further ones get 503.
     max_body_bytes: larger requests get 413. max_prompts: prompts in one completion request.
     body_timeout_s: a body must have arrived by then (408).
     request_timeout_s: a request still running then is aborted (504, or an error event in a stream).
@@ -84,6 +85,7 @@ class HttpSettings:
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
     api_keys: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
+    max_connections: int = 4096
     max_body_bytes: int = 16 * 2**20
     max_prompts: int = 64
     body_timeout_s: float = 60.0
@@ -95,6 +97,6 @@ class HttpSettings:
     def __post_init__(self) -> None:
         if any(not key for key in self.api_keys):
             raise ConfigError("--api-key: a key must not be empty; leave the flag out to serve without keys")
-        for name in ("max_body_bytes", "max_prompts", *_TIMES):
+        for name in ("max_connections", "max_body_bytes", "max_prompts", *_TIMES):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")

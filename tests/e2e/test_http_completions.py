@@ -172,3 +172,12 @@ def test_openai_client(toy_server, v4_tokenizer):
             api.completions.create(model="gpt", prompt="x")
         with pytest.raises(openai.BadRequestError, match="temperature"):
             api.completions.create(model="toy", prompt="x", temperature=0.7)
+
+
+def test_logprobs_are_refused_where_there_are_none(toy_server):
+    for most, words in [(None, "returns none"), (3, "at most 3")]:
+        client = toy_server(ToyEngine(max_logprobs=most))
+        error = post(client, prompt=[7], logprobs=4).json()["error"]
+        assert error["param"] == "logprobs" and words in error["message"]
+        chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 4}
+        assert words in client.post("/v1/chat/completions", json=chat).json()["error"]["message"]

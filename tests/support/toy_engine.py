@@ -23,6 +23,7 @@ class ToyEngine:
     bos_token_id: int = 0
     eos_token_id: int = 1
     num_speculative_tokens: int = 7
+    max_logprobs: int | None = 20
     script: Sequence[int] | None = None
     steps: Sequence[int] = (1,)
     delay_s: float = 0.0
