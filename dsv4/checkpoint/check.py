@@ -45,7 +45,7 @@ def check(path: str | Path, *, values: bool = True) -> CheckResult:
     specs, weight_map = manifest(cfg, form), read_index(path)
     size = totals(specs.values())
     shard_of, problems = find_problems(path, specs, weight_map)
-    declared = json.loads((path / INDEX).read_text()).get("metadata", {}).get("total_size")
+    declared = (json.loads((path / INDEX).read_text()).get("metadata") or {}).get("total_size")
     if declared != size.nbytes:
         problems.append(f"{INDEX}: metadata.total_size is {declared}, expected {size.nbytes}")
     if values:
