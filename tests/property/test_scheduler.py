@@ -49,13 +49,12 @@ def crowd(seed: int, requests: int, drafts: int, **settings):
     return server
 
 
-@pytest.mark.parametrize("drafts", [0, 3, 7])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_random_crowd_equals_its_lone_runs(drafts, seed):
+def random_crowd(seed: int, requests: int, drafts: int) -> None:
+    """A crowd on a random server; nobody is seated before an earlier arrival."""
     random = Random(seed)
     server = crowd(
         seed,
-        40,
+        requests,
         drafts,
         pages=random.choice([TIGHT, 150]),
         long_prefill_token_threshold=random.choice([0, 7, 32, 100]),
@@ -64,9 +63,22 @@ def test_a_random_crowd_equals_its_lone_runs(drafts, seed):
         pipeline_depth=random.choice([1, 2, 3]),
         acceptance=random.choice([0.0, 0.5, 0.9, 1.0]),
         max_model_len=600,
+        max_waiting=requests,
     )
-    # Nobody is seated before an earlier arrival (a preempted request returns to its place and is not counted twice).
     assert server.seated == sorted(server.seated)
+
+
+@pytest.mark.parametrize("drafts", [0, 3, 7])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_random_crowd_equals_its_lone_runs(drafts, seed):
+    random_crowd(seed, 40, drafts)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 7])
+@pytest.mark.parametrize("seed", range(100, 110))
+def test_larger_crowds(drafts, seed):
+    random_crowd(seed, 200, drafts)
 
 
 def test_whole_prompts_only():
