@@ -324,3 +324,23 @@ def test_any_mutation_is_answered_or_refused(post, data):
     assert response.status_code in (200, 400, 404)
     if response.status_code != 200:
         assert response.json()["error"]["message"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["POSITIVE", "NEGATIVE"])
+def test_requests_made_from_the_openapi_description(v4_tokenizer, mode):
+    schemathesis = pytest.importorskip("schemathesis", reason="needs schemathesis")
+    app = create_app(ToyEngine(max_model_len=64), v4_tokenizer, texts=ProtocolTexts(tools=("[", "]"), effort="e"))
+    operations = [result.ok() for result in schemathesis.openapi.from_asgi("/openapi.json", app).get_all_operations()]
+    assert {operation.path for operation in operations} >= {"/v1/completions", "/v1/chat/completions", "/tokenize"}
+    for operation in operations:
+        if operation.method.upper() != "POST":
+            continue
+
+        @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck), database=None)
+        @given(operation.as_strategy(generation_mode=schemathesis.GenerationMode[mode]))
+        def never_a_server_error(case):
+            response = case.call()
+            assert response.status_code in (200, 400, 404), response.text
+
+        never_a_server_error()
