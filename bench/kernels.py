@@ -1,18 +1,21 @@
 """Each fused CPU kernel against plain PyTorch (and bare `F.linear` for products), interleaved in one run.
 
-    python bench/kernels.py [--only NAME] [--threads N] [--rows 1 8 64 512]
+    python -m bench.kernels [--only NAME] [--threads N] [--rows 1 8 64 512]
 
-Times are the least of many runs; the columns that matter are the ratios (above 1: the kernel is faster).
+"us" is the call from Python; "tape us" the same kernel as a packed call, as a captured step runs it. Times are the least of
+many runs; the columns that matter are the ratios of the eager call (above 1: the kernel is faster).
 """
 
 import argparse
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 from torch.nn import functional as F
 
-from dsv4.ops.cpu import cpu_ops
+from dsv4.ops.cpu import KERNELS, cpu_ops, library
+from dsv4.ops.cpu_call import encode
 from dsv4.ops.table import PLAIN
 from dsv4.tree import QuantWeight
 
@@ -74,9 +77,16 @@ def attentions(rows: int) -> Iterator[Case]:
     entry_rows = torch.randint(0, 512, (rows, 64), dtype=I32)
     count = torch.full((rows,), 64, dtype=I32)
     for dtype in (torch.float32, BF16):
-        q, kv, entries = (torch.randn(*s).to(dtype) for s in ((rows, HEADS, HEAD_DIM), (2048, HEAD_DIM), (512, HEAD_DIM)))
+        q, kv, entries = (
+            torch.randn(*s).to(dtype) for s in ((rows, HEADS, HEAD_DIM), (2048, HEAD_DIM), (512, HEAD_DIM))
+        )
         name = "f32" if dtype == torch.float32 else "bf16"
-        yield f"attention {name} 128+64", "attention", (q, kv, kv_rows, entries, entry_rows, count, sink, turn, 0.1), None
+        yield (
+            f"attention {name} 128+64",
+            "attention",
+            (q, kv, kv_rows, entries, entry_rows, count, sink, turn, 0.1),
+            None,
+        )
     history, visible = torch.arange(16, dtype=I32).view(1, 16), torch.full((rows,), 512, dtype=I32)
     q, keys = PLAIN.hadamard_quantise(torch.randn(rows, 16, 64)), PLAIN.hadamard_quantise(torch.randn(512, 1, 64))
     weights = torch.randn(rows, 16)
@@ -98,6 +108,19 @@ def tokens(rows: int) -> Iterator[Case]:
     start, length = torch.full((rows,), 1000, dtype=I32), torch.ones(rows, dtype=I32)
     tables = [torch.ones(rows, c, dtype=I32) for c in (16, 9, 5, 9)]
     yield "addresses", "addresses", (start, length, *tables, 1, WINDOW), None
+
+
+def packed(op: str, args: tuple) -> Callable[[], object]:
+    """The kernel call that `op` makes, packed once; what it writes is kept."""
+    form = {QuantWeight: lambda w: (w.values, w.scale)}
+    flat = tuple(x for arg in args for x in form.get(type(arg), lambda v: (v,))(arg))
+    int8 = len(flat) > len(args)
+    kernel = KERNELS[getattr(torch.ops.dsv4, f"{op}_int8" if int8 else op).default]
+    flat += (1,) if int8 and op == "linear" else ()
+    outs = kernel.allocate(flat)
+    call, threads = encode(kernel.fn_address, kernel.pack(flat, outs)), torch.get_num_threads()
+    run = library().dsv4_run
+    return lambda keep=(flat, outs): run(call, 1, threads)
 
 
 def least(fns: list[Callable[[], object]], seconds: float) -> list[float]:
@@ -125,16 +148,16 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     ops = cpu_ops()
-    print(f"{'operator':28}{'rows':>6}{'us':>10}{'x plain':>10}{'x F.linear':>12}")
+    print(f"{'operator':28}{'rows':>6}{'tape us':>10}{'us':>10}{'x plain':>10}{'x F.linear':>12}")
     for rows in options.rows:
         for group in (products, experts, hyper, attentions, tokens):
             for name, op, args, bare in group(rows):
                 if options.only not in name:
                     continue
-                fns = [lambda: getattr(ops, op)(*args), lambda: getattr(PLAIN, op)(*args)] + [bare] * bool(bare)  # noqa: B023
-                own, plain, *rest = least(fns, options.seconds)
+                forms = [partial(getattr(form, op), *args) for form in (ops, PLAIN)]
+                tape, own, plain, *rest = least([packed(op, args), *forms, *[bare] * bool(bare)], options.seconds)
                 ratio = f"{rest[0] / own:12.2f}" if rest else ""
-                print(f"{name:28}{rows:6}{own * 1e6:10.1f}{plain / own:10.2f}{ratio}", flush=True)
+                print(f"{name:28}{rows:6}{tape * 1e6:10.1f}{own * 1e6:10.1f}{plain / own:10.2f}{ratio}", flush=True)
 
 
 if __name__ == "__main__":

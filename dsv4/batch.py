@@ -38,6 +38,16 @@ class RowState:
 
 
 @tree
+class Extras:
+    """What only a full step takes. mask [n, ceil(V/32)]: bit i % 32 of word i // 32 allows token i in that row, n = R rows for
+    prefill, R * Q for verification; all ones where nothing is constrained. drafts [R, K]: drafts to verify instead of the
+    slot's own, -1 where its own are meant (empty for prefill)."""
+
+    mask: Tensor
+    drafts: Tensor
+
+
+@tree
 class PrefillBatch:
     """Tiles of prompts: row r runs ids[r, :length[r]] of slot slots[r] at positions start[r] onwards.
 
@@ -53,6 +63,7 @@ class PrefillBatch:
     final: Tensor
     limit: Tensor
     eos: Tensor
+    extras: Extras | None = None
 
 
 @tree
@@ -60,15 +71,36 @@ class RowBatch:
     """Decode, speculate and seed steps: the slots that take part, the dummy slot for padding. slots [R]."""
 
     slots: Tensor
+    extras: Extras | None = None
+
+
+@tree
+class Scores:
+    """Log-probabilities of the unmasked logits, float32. chosen [n] of each row's token; top_ids int32 and top [n, 20] of the
+    likeliest tokens, best first (ties: lowest id first)."""
+
+    chosen: Tensor
+    top_ids: Tensor
+    top: Tensor
 
 
 @tree
 class StepOutput:
-    """tokens [R, Q] emitted (then -1); count [R] of them; proposed [R] drafts that were verified."""
+    """tokens [R, Q] emitted (then -1); count [R] of them; proposed [R] drafts that were verified; drafts [R, K] the next ones
+    (None where the step drafts nothing); scores of all rows in a full step."""
 
     tokens: Tensor
     count: Tensor
     proposed: Tensor
+    drafts: Tensor | None = None
+    scores: Scores | None = None
+
+
+@tree
+class SeedOutput:
+    """drafts [R, K]: the first ones of each slot."""
+
+    drafts: Tensor
 
 
 def make_row_state(slots: int, widths: dict[str, int], drafts: int, device: str = "cpu") -> RowState:

@@ -209,17 +209,19 @@ class StepShape:
     """The static shape of a step program, and its key.
 
     rows: requests (or, for prefill, tiles) in the step; query_len: tokens per row; pages: history pages (of 128
-    tokens) the step can see, i.e. the longest context is 128 * pages tokens.
+    tokens) the step can see, i.e. the longest context is 128 * pages tokens; full: the step also takes token masks and
+    given drafts, and returns log-probabilities (constrained output, `logprobs`).
     """
 
     kind: StepKind
     rows: int
     query_len: int
     pages: int
+    full: bool = False
 
     @property
     def tokens(self) -> int:
         return self.rows * self.query_len
 
     def __str__(self) -> str:
-        return f"{self.kind}[{self.rows}x{self.query_len}, {self.pages} pages]"
+        return f"{self.kind}[{self.rows}x{self.query_len}, {self.pages} pages{', full' if self.full else ''}]"

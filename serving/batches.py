@@ -5,8 +5,8 @@ that ended (K > 0), then one decode or speculate launch. Everything here is nump
 process sends to its workers.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from serving.pages import BLOCK_TOKENS
 from serving.plan import PartitionPlan, PartitionResult, PrefillChunk
 
 Array = np.ndarray
+_SCORES = ("chosen", "top_ids", "top")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,13 +30,19 @@ class Buckets:
     tiles: tuple[tuple[int, int], ...]
     pages: tuple[int, ...]
 
+    @property
+    def full_rows(self) -> tuple[int, ...]:
+        """Rows of full steps: few sizes, because they are rare and every size is a program."""
+        return tuple(sorted({self.rows[0], self.rows[-1]}))
+
     def shapes(self, k: int) -> Iterator[StepShape]:
         """Every program of a server with k drafts."""
         for pages in self.pages:
-            for query_len, rows in self.tiles:
-                yield StepShape("prefill", rows, query_len, pages)
-            for rows in self.rows:
-                yield StepShape("speculate" if k else "decode", rows, k + 1, pages)
+            for full in (False, True):
+                for query_len, rows in self.tiles:
+                    yield StepShape("prefill", rows, query_len, pages, full)
+                for rows in self.full_rows if full else self.rows:
+                    yield StepShape("speculate" if k else "decode", rows, k + 1, pages, full)
         if k:
             for rows in self.rows:
                 yield StepShape("seed", rows, k, self.pages[0])  # drafting sees a window, never the history
@@ -69,6 +76,25 @@ class Launch:
 
 
 @dataclass(frozen=True, slots=True)
+class RowExtras:
+    """What a request asks of its row beyond a token. mask [rows, W] int32: legal tokens of the row's first query rows;
+    drafts: to verify instead of the slot's own."""
+
+    mask: Array | None = None
+    drafts: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class RowDetails:
+    """What a full step says of one row: the slot's next drafts, and log-probabilities by query row (see `batch.Scores`)."""
+
+    drafts: list[int]
+    chosen: Array
+    top_ids: Array
+    top: Array
+
+
+@dataclass(frozen=True, slots=True)
 class StepWork:
     """A partition's step. tables[group] = (slots, columns, pages): entries to write first."""
 
@@ -88,21 +114,23 @@ class _Tile:
 class BatchBuilder:
     """Builds the work of one partition. `dummy` is the slot of padding rows (the number of real slots)."""
 
-    def __init__(self, buckets: Buckets, dummy: int, k: int) -> None:
+    def __init__(self, buckets: Buckets, dummy: int, k: int, vocab_size: int) -> None:
         self._buckets = buckets
         self._dummy = dummy
         self._k = k
+        self._words = -(-vocab_size // 32)
         self._tile = max(query_len for query_len, _ in buckets.tiles)
 
-    def build(self, plan: PartitionPlan) -> StepWork:
-        """The launches of a plan, in the order of this module's docstring."""
-        launches = list(self._prefill(plan.prefill))
+    def build(self, plan: PartitionPlan, extras: Mapping[int, RowExtras] | None = None) -> StepWork:
+        """The launches of a plan, in the order of this module's docstring. `extras` by slot makes them full steps."""
+        extras = extras or {}
+        launches = list(self._prefill(plan.prefill, extras))
         if self._k and plan.finals:
-            launches += self._rows("seed", self._k, [chunk.slot for chunk in plan.finals], 0)
+            launches += self._rows("seed", self._k, [chunk.slot for chunk in plan.finals], 0, {})
         if plan.decode:
             kind: StepKind = "speculate" if self._k else "decode"
             reach = max(min(seat.upper, seat.request.limit) for seat in plan.decode)
-            launches += self._rows(kind, self._k + 1, plan.slots, reach)
+            launches += self._rows(kind, self._k + 1, plan.slots, reach, extras)
         tables = {
             group: tuple(np.array(column, np.int32) for column in (updates.slots, updates.columns, updates.pages))
             for group, updates in plan.table_updates.items()
@@ -113,7 +141,7 @@ class BatchBuilder:
     def result(
         self, plan: PartitionPlan, work: StepWork, outputs: Sequence[dict[str, Array] | None]
     ) -> PartitionResult:
-        """What the scheduler commits: `outputs` are the launches' StepOutput fields."""
+        """What the scheduler commits: `outputs` are the launches' output leaves by name."""
         first: list[int] = []
         rows: list[list[int]] = []
         proposed: list[int] = []
@@ -127,20 +155,63 @@ class BatchBuilder:
                 proposed += out["proposed"][: launch.live].tolist()
         return PartitionResult(first, rows, proposed)
 
+    def details(self, work: StepWork, outputs: Sequence[dict[str, Array]]) -> dict[int, RowDetails]:
+        """By slot, what full launches (and the seeds of their prompts) returned beyond tokens."""
+        found: dict[int, RowDetails] = {}
+        for launch, out in zip(work.launches, outputs, strict=True):
+            shape, arrays = launch.shape, launch.arrays
+            if shape.kind == "seed":
+                for row, slot in enumerate(arrays["slots"][: launch.live].tolist()):
+                    if slot in found:
+                        found[slot] = replace(found[slot], drafts=out["drafts"][row].tolist())
+            elif shape.full:
+                prefill = shape.kind == "prefill"
+                scores = {name: out[name].reshape(shape.rows, -1, *out[name].shape[1:]) for name in _SCORES}
+                rows = np.flatnonzero(arrays["limit"]) if prefill else range(launch.live)
+                for row in rows:
+                    drafts = [] if prefill or not self._k else out["drafts"][row].tolist()
+                    slot = int(arrays["final" if prefill else "slots"][row])
+                    found[slot] = RowDetails(drafts, *(scores[name][row] for name in _SCORES))
+        return found
+
+    def _extras(self, shape: StepShape, slots: Sequence[int], extras: Mapping[int, RowExtras]) -> dict[str, Array]:
+        """The arrays of `batch.Extras`; `slots[row]` is whom a row belongs to, -1 for nobody."""
+        queries = 1 if shape.kind == "prefill" else shape.query_len
+        mask = np.full((shape.rows, queries, self._words), -1, np.int32)
+        drafts = np.full((shape.rows, 0 if shape.kind == "prefill" else shape.query_len - 1), -1, np.int32)
+        for row, slot in enumerate(slots):
+            extra = extras.get(slot)
+            if extra is None:
+                continue
+            if extra.mask is not None:
+                legal = extra.mask[:queries]
+                mask[row, : len(legal)] = legal
+            if drafts.shape[1] and len(extra.drafts):
+                drafts[row, : len(extra.drafts)] = extra.drafts[: drafts.shape[1]]
+        return {"mask": mask.reshape(-1, self._words), "drafts": drafts}
+
     def _pages(self, positions: int) -> int:
         needed = -(-positions // BLOCK_TOKENS)
         return next(pages for pages in self._buckets.pages if pages >= needed)
 
-    def _rows(self, kind: StepKind, query_len: int, slots: list[int], reach: int) -> Iterator[Launch]:
+    def _rows(
+        self, kind: StepKind, query_len: int, slots: list[int], reach: int, extras: Mapping[int, RowExtras]
+    ) -> Iterator[Launch]:
         most = self._buckets.rows[-1]
         for first in range(0, len(slots), most):
             part = slots[first : first + most]
-            rows = next(rows for rows in self._buckets.rows if rows >= len(part))
-            padded = np.full(rows, self._dummy, np.int32)
-            padded[: len(part)] = part
-            yield Launch(StepShape(kind, rows, query_len, self._pages(reach)), {"slots": padded}, len(part))
+            full = not extras.keys().isdisjoint(part)
+            sizes = self._buckets.full_rows if full else self._buckets.rows
+            rows = next(rows for rows in sizes if rows >= len(part))
+            pages = self._buckets.pages[0] if kind == "seed" else self._pages(reach)
+            shape = StepShape(kind, rows, query_len, pages, full)
+            arrays = {"slots": np.full(rows, self._dummy, np.int32)}
+            arrays["slots"][: len(part)] = part
+            if full:
+                arrays |= self._extras(shape, part, extras)
+            yield Launch(shape, arrays, len(part))
 
-    def _prefill(self, chunks: Sequence[PrefillChunk]) -> Iterator[Launch]:
+    def _prefill(self, chunks: Sequence[PrefillChunk], extras: Mapping[int, RowExtras]) -> Iterator[Launch]:
         tiles = [
             _Tile(c.slot, c.start + at, tokens[at : at + self._tile], c, c.final and at + self._tile >= c.length)
             for c in chunks
@@ -149,9 +220,9 @@ class BatchBuilder:
         ]
         most = max(rows for _, rows in self._buckets.tiles)
         for first in range(0, len(tiles), most):
-            yield self._pack(tiles[first : first + most])
+            yield self._pack(tiles[first : first + most], extras)
 
-    def _pack(self, tiles: Sequence[_Tile]) -> Launch:
+    def _pack(self, tiles: Sequence[_Tile], extras: Mapping[int, RowExtras]) -> Launch:
         longest = max(len(tile.ids) for tile in tiles)
         query_len, rows = next((q, r) for q, r in self._buckets.tiles if q >= longest and r >= len(tiles))
         n = len(tiles)
@@ -178,4 +249,8 @@ class BatchBuilder:
             "eos": column([e if t.final else -1 for t, e in zip(tiles, eos, strict=True)], -1),
         }
         reach = max(tile.start + len(tile.ids) for tile in tiles)
-        return Launch(StepShape("prefill", rows, query_len, self._pages(reach)), arrays, n)
+        finals = [tile.slot if tile.final else -1 for tile in tiles]
+        shape = StepShape("prefill", rows, query_len, self._pages(reach), not extras.keys().isdisjoint(finals))
+        if shape.full:
+            arrays |= self._extras(shape, finals, extras)
+        return Launch(shape, arrays, n)

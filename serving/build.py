@@ -166,7 +166,7 @@ def start_engine(
     scheduler = Scheduler(config)
     engine = Engine(
         scheduler,
-        [BatchBuilder(buckets, rows, settings.k)],
+        [BatchBuilder(buckets, rows, settings.k, cfg.vocab_size)],
         LocalExecutor(worker, threads),
         model_name=model_name,
         max_model_len=args.max_model_len,

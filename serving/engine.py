@@ -11,25 +11,25 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dsv4.errors import Dsv4Error, EngineError
-from serving.batches import Array, BatchBuilder, StepWork
+from serving.batches import Array, BatchBuilder, RowDetails, RowExtras, StepWork
 from serving.plan import RequestEvent, ScheduledRequest, StepPlan
 from serving.protocol import EngineStats
-from serving.request import EngineOutput, FinishReason, SamplingParams, Speculation
+from serving.request import EngineOutput, FinishReason, SamplingParams, Speculation, TokenLogprobs
 from serving.scheduler import Scheduler
 
 log = logging.getLogger("dsv4.engine")
 
-StepOutputs = Sequence[Sequence[dict[str, Array] | None]]
+StepOutputs = Sequence[Sequence[dict[str, Array]]]
 
 
 class Executor(Protocol):
-    """Runs steps in the order given; the future holds, per partition and launch, the StepOutput fields."""
+    """Runs steps in the order given; the future holds, per partition and launch, the output's leaves by name."""
 
     def submit(self, work: Sequence[StepWork]) -> "Future[StepOutputs]": ...
 
@@ -41,12 +41,32 @@ class Executor(Protocol):
 
 
 class _Stream:
-    """Where one request's outputs go: an asyncio queue of the loop that submitted it."""
+    """One request's way back: an asyncio queue of the loop that submitted it, and what it wants beyond tokens.
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    matcher: where it stands in its grammar, None for free text; drafts: the next ones, as far as the host was told.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, params: SamplingParams) -> None:
         self.loop = loop
         self.queue: asyncio.Queue[EngineOutput] = asyncio.Queue()
-        self.cached_reported = False
+        self.logprobs = params.logprobs
+        self.matcher = params.grammar.matcher() if params.grammar is not None else None
+        self.drafts: list[int] = []
+
+    @property
+    def is_special(self) -> bool:
+        """Whether its rows need full steps."""
+        return self.logprobs is not None or self.matcher is not None
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A step in flight: its plan, its work, and by partition and slot the special requests in it."""
+
+    plan: StepPlan
+    work: Sequence[StepWork]
+    future: "Future[StepOutputs]"
+    special: Sequence[dict[int, str]]
 
 
 class Engine:
@@ -80,6 +100,7 @@ class Engine:
         self._executor = executor
         self._deadline_s = step_deadline_s
         self._streams: dict[str, _Stream] = {}
+        self._special = 0  # streams that need full steps
         self._reports: deque[tuple[str, str]] = deque(maxlen=1024)
         self._wake = threading.Condition()
         self._closing = False
@@ -100,8 +121,9 @@ class Engine:
             tokens=list(prompt_ids),
             max_tokens=params.max_tokens,
             eos_token_id=None if params.ignore_eos else self.eos_token_id,
+            synchronous=params.grammar is not None,
         )
-        stream = _Stream(asyncio.get_running_loop())
+        stream = _Stream(asyncio.get_running_loop(), params)
         with self._wake:
             if self._failure:
                 raise EngineError(self._failure)
@@ -109,6 +131,7 @@ class Engine:
                 raise EngineError("the engine is shutting down")
             self._scheduler.add(request)
             self._streams[request_id] = stream
+            self._special += stream.is_special
             self._prompt_tokens += len(request.tokens)
             self._wake.notify()
         return self._outputs(stream)
@@ -172,7 +195,7 @@ class Engine:
     # Engine thread
 
     def _run(self) -> None:
-        in_flight: deque[tuple[StepPlan, Sequence[StepWork], Future[StepOutputs]]] = deque()
+        in_flight: deque[_Step] = deque()
         while True:
             with self._wake:
                 while not (in_flight or len(self._scheduler) or self._closing):
@@ -182,10 +205,9 @@ class Engine:
                 plan = self._scheduler.plan()
             try:
                 if plan is not None:
-                    work = [b.build(p) for b, p in zip(self._builders, plan.partitions, strict=True)]
-                    in_flight.append((plan, work, self._executor.submit(work)))
+                    in_flight.append(self._launch(plan))
                 elif in_flight:
-                    self._finish(*in_flight.popleft())
+                    self._finish(in_flight.popleft())
                 else:  # requests wait for a seat that only an abort or a commit can free
                     with self._wake:
                         self._wake.wait(timeout=0.05)
@@ -196,18 +218,54 @@ class Engine:
             events = [self._scheduler.abort(request_id) for request_id in list(self._streams)]
         self._deliver([event for event in events if event is not None])
 
-    def _finish(self, plan: StepPlan, work: Sequence[StepWork], future: "Future[StepOutputs]") -> None:
-        self._step_started = time.monotonic()
-        outputs = future.result(timeout=self._deadline_s)
-        self._step_started = None
-        results = [
-            builder.result(part, part_work, out)
-            for builder, part, part_work, out in zip(self._builders, plan.partitions, work, outputs, strict=True)
-        ]
+    def _launch(self, plan: StepPlan) -> _Step:
+        special: list[dict[int, str]] = [{} for _ in plan.partitions]
+        extras: list[dict[int, RowExtras]] = [{} for _ in plan.partitions]
+        if self._special:
+            for part, wants, found in zip(plan.partitions, extras, special, strict=True):
+                seats = [*(chunk.seat for chunk in part.finals), *part.decode]
+                for seat in seats:
+                    stream = self._streams.get(seat.request.request_id)
+                    if stream is not None and stream.is_special:
+                        found[seat.slot] = seat.request.request_id
+                        wants[seat.slot] = self._wanted(seat.request.request_id, stream)
+        work = [b.build(p, e) for b, p, e in zip(self._builders, plan.partitions, extras, strict=True)]
+        return _Step(plan, work, self._executor.submit(work), special)
+
+    def _wanted(self, request_id: str, stream: _Stream) -> RowExtras:
+        """Masks of a constrained request's next rows, with the tokens that its grammar forces put into the drafts."""
+        if stream.matcher is None:
+            return RowExtras()
+        try:
+            forced = stream.matcher.forced()[: self.num_speculative_tokens] if stream.drafts else []
+            drafts = [*forced, *stream.drafts[len(forced) :]]
+            _, mask = stream.matcher.masks(drafts)
+            return RowExtras(mask, drafts)
+        except EngineError as error:
+            self._end_with_error(request_id, str(error))
+            return RowExtras()
+
+    def _end_with_error(self, request_id: str, message: str) -> None:
+        """Ends one request; its neighbours go on."""
         with self._wake:
-            events = self._scheduler.commit(plan, results)
+            event = self._scheduler.abort(request_id, FinishReason.ERROR)
+        if event is not None:
+            self._deliver([event._replace(error=message)])
+
+    def _finish(self, step: _Step) -> None:
+        self._step_started = time.monotonic()
+        outputs = step.future.result(timeout=self._deadline_s)
+        self._step_started = None
+        parts = list(zip(self._builders, step.plan.partitions, step.work, outputs, strict=True))
+        results = [builder.result(part, work, out) for builder, part, work, out in parts]
+        with self._wake:
+            events = self._scheduler.commit(step.plan, results)
         self.steps += 1
-        self._deliver(events)
+        details: dict[str, RowDetails] = {}
+        for (builder, _, work, out), special in zip(parts, step.special, strict=True):
+            if special:
+                details |= {special[s]: d for s, d in builder.details(work, out).items() if s in special}
+        self._deliver(events, details)
 
     def _fail(self, error: Exception) -> None:
         """A step failed: every unfinished request ends with an error; the engine goes on if its workers do."""
@@ -222,7 +280,7 @@ class Engine:
                 self._failure = str(broken)
         self._deliver(events)
 
-    def _deliver(self, events: Sequence[RequestEvent]) -> None:
+    def _deliver(self, events: Sequence[RequestEvent], details: Mapping[str, RowDetails] | None = None) -> None:
         """One wake-up per event loop and step, whatever the number of requests."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
         for event in events:
@@ -231,14 +289,26 @@ class Engine:
             if stream is None:
                 continue
             self._generation_tokens += len(event.tokens)
+            scores: Sequence[TokenLogprobs] = ()
+            if stream.is_special and details and (detail := details.get(request.request_id)):
+                scores = _token_logprobs(event.tokens, detail, stream.logprobs)
+                stream.drafts = detail.drafts
+                if stream.matcher is not None and event.finish_reason is None:
+                    try:
+                        stream.matcher.accept(event.tokens)
+                    except EngineError as error:
+                        self._end_with_error(request.request_id, str(error))
+                        continue
             if event.finish_reason is not None:
                 del self._streams[request.request_id]
+                self._special -= stream.is_special
                 self._reports.append((request.request_id, request.prefix_report))
                 self._count(request.speculation)
             drafted = event.drafted
             output = EngineOutput(
                 token_ids=event.tokens,
                 draft_mask=[i < drafted for i in range(len(event.tokens))],
+                logprobs=scores,
                 finish_reason=event.finish_reason,
                 cached_tokens=request.cached_tokens,
                 speculation=request.speculation,
@@ -268,6 +338,15 @@ def _put(outputs: Sequence[tuple[_Stream, EngineOutput]]) -> None:
         stream.queue.put_nowait(output)
 
 
-def final_reason(outputs: Sequence[EngineOutput]) -> FinishReason | None:
-    """The reason of a finished sequence of outputs."""
-    return outputs[-1].finish_reason if outputs else None
+def _token_logprobs(tokens: Sequence[int], detail: RowDetails, top: int | None) -> list[TokenLogprobs]:
+    """Log-probabilities of a row's tokens with `top` alternatives each; nothing if none were asked for."""
+    if top is None:
+        return []
+    return [
+        TokenLogprobs(
+            token,
+            float(detail.chosen[i]),
+            tuple(zip(detail.top_ids[i, :top].tolist(), detail.top[i, :top].tolist(), strict=True)),
+        )
+        for i, token in enumerate(tokens)
+    ]

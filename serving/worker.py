@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4.batch import PrefillBatch, RowBatch, RowState, StepOutput, make_row_state
+from dsv4.batch import Extras, PrefillBatch, RowBatch, RowState, SeedOutput, StepOutput, make_row_state
 from dsv4.cache import Cache, Pages, make_cache
 from dsv4.config import ModelConfig, StepShape
 from dsv4.errors import EngineError
@@ -19,6 +19,7 @@ from dsv4.model.context import Env
 from dsv4.ops.table import OpSet
 from dsv4.params import Params, act_dtype
 from dsv4.steps import STEPS
+from dsv4.tree import named_leaves
 from serving.batches import Array, Launch, StepWork
 
 Progress = Callable[[str, int, int], None]
@@ -29,13 +30,35 @@ def step_program(env: Env, shape: StepShape) -> StepProgram:
     return StepProgram(shape.kind, STEPS[shape.kind](env, shape), shape, donated=("cache", "state"))
 
 
-def example_batch(shape: StepShape) -> PrefillBatch | RowBatch:
+def example_batch(shape: StepShape, vocab_size: int) -> PrefillBatch | RowBatch:
     """A batch of the shape's leaves, all zero."""
-    rows = torch.zeros(shape.rows, dtype=torch.int32)
-    if shape.kind != "prefill":
-        return RowBatch(slots=rows)
-    ids = torch.zeros(shape.rows, shape.query_len, dtype=torch.int32)
-    return PrefillBatch(slots=rows, start=rows, length=rows, ids=ids, last=rows, final=rows, limit=rows, eos=rows)
+
+    def zeros(*size: int) -> torch.Tensor:
+        return torch.zeros(size, dtype=torch.int32)
+
+    prefill = shape.kind == "prefill"
+    rows, queries = shape.rows, 1 if prefill else shape.query_len
+    extras = (
+        Extras(mask=zeros(rows * queries, -(-vocab_size // 32)), drafts=zeros(rows, queries - 1))
+        if shape.full
+        else None
+    )
+    if not prefill:
+        return RowBatch(slots=zeros(rows), extras=extras)
+    columns = {name: zeros(rows) for name in ("slots", "start", "length", "last", "final", "limit", "eos")}
+    return PrefillBatch(**columns, ids=zeros(rows, shape.query_len), extras=extras)
+
+
+def make_batch(kind: str, arrays: dict[str, Array]) -> PrefillBatch | RowBatch:
+    """The batch whose leaves are these arrays, by name; no copy."""
+    leaves = {name: torch.from_numpy(array) for name, array in arrays.items()}
+    extras = Extras(mask=leaves.pop("mask"), drafts=leaves.pop("drafts")) if "mask" in leaves else None
+    return (PrefillBatch if kind == "prefill" else RowBatch)(**leaves, extras=extras)
+
+
+def output_arrays(out: StepOutput | SeedOutput) -> dict[str, Array]:
+    """An output's leaves by their last name."""
+    return {name.rsplit(".", 1)[-1]: leaf.numpy() for name, leaf in named_leaves(out)}
 
 
 class Worker:
@@ -70,7 +93,9 @@ class Worker:
         )
 
     def _recipe(self, shape: StepShape) -> tuple[StepProgram, tuple[Any, ...]]:
-        return step_program(self.env, shape), (self.params, self.cache, self.state, example_batch(shape))
+        return step_program(self.env, shape), (
+            self.params, self.cache, self.state, example_batch(shape, self.env.cfg.vocab_size),
+        )  # fmt: skip
 
     @torch.no_grad()
     def warm_up(self, progress: Progress | None = None) -> None:
@@ -85,23 +110,19 @@ class Worker:
             progress("programs", total, total)
 
     def _padding(self, shape: StepShape) -> dict[str, Array]:
-        dummy = self.state.limit.shape[0] - 1
-        batch = example_batch(shape)
-        arrays = {name: value.numpy().copy() for name, value in vars(batch).items()}
+        """Rows of the dummy slot: they run and change nothing."""
+        batch = example_batch(shape, self.env.cfg.vocab_size)
+        arrays = {name.rsplit(".", 1)[-1]: leaf.numpy() for name, leaf in named_leaves(batch)}
         for name in ("slots", "final"):
             if name in arrays:
-                arrays[name][:] = dummy
+                arrays[name][:] = self.state.limit.shape[0] - 1
         return arrays
 
-    def _replay(self, launch: Launch) -> dict[str, Array] | None:
-        batch_type = PrefillBatch if launch.shape.kind == "prefill" else RowBatch
-        batch = batch_type(**{name: torch.from_numpy(array) for name, array in launch.arrays.items()})
-        out, _, _ = self.programs[launch.shape](batch)
-        if not isinstance(out, StepOutput):
-            return None
-        return {"tokens": out.tokens.numpy(), "count": out.count.numpy(), "proposed": out.proposed.numpy()}
+    def _replay(self, launch: Launch) -> dict[str, Array]:
+        out, _, _ = self.programs[launch.shape](make_batch(launch.shape.kind, launch.arrays))
+        return output_arrays(out)
 
-    def execute(self, work: StepWork) -> list[dict[str, Array] | None]:
+    def execute(self, work: StepWork) -> list[dict[str, Array]]:
         """Writes the step's page table entries, then replays its launches in order."""
         for group, (slots, columns, pages) in work.tables.items():
             table: np.ndarray = getattr(self.state.tables, group).numpy()
@@ -123,11 +144,11 @@ class LocalExecutor:
         if self._threads:
             torch.set_num_threads(self._threads)
 
-    def submit(self, work: Sequence[StepWork]) -> "Future[list[list[dict[str, Array] | None]]]":
+    def submit(self, work: Sequence[StepWork]) -> "Future[list[list[dict[str, Array]]]]":
         """Queues a step behind those before it."""
         return self._pool.submit(self._execute, work)
 
-    def _execute(self, work: Sequence[StepWork]) -> list[list[dict[str, Array] | None]]:
+    def _execute(self, work: Sequence[StepWork]) -> list[list[dict[str, Array]]]:
         self._began = time.monotonic()
         with torch.no_grad():
             outputs = [self.worker.execute(part) for part in work]

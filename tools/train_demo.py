@@ -20,6 +20,7 @@ import torch
 from tools.training.corpus import load_corpus
 from tools.training.drafter import train_drafter
 from tools.training.export import write_checkpoint
+from tools.training.functions import use_compiler
 from tools.training.rollouts import make_rollouts
 from tools.training.settings import Recipe, model_config
 from tools.training.target import train_target
@@ -49,6 +50,7 @@ def parse() -> tuple[argparse.Namespace, Recipe]:
 def main() -> None:
     args, recipe = parse()
     keep_memory()
+    use_compiler()
     torch.set_num_threads(args.threads)
     args.work.mkdir(parents=True, exist_ok=True)
     (args.work / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=2))

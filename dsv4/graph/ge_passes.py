@@ -1,82 +1,210 @@
-"""What we make smaller before the graph engine sees it: equal nodes, equal constants, transposes a product can absorb."""
+"""What we make smaller before an NPU compiler sees a step: equal nodes, chains of views, casts and copies that do nothing.
 
+The graph engine folds some of these itself; doing it here makes node counts honest, compilation shorter, and holds for
+capture-and-replay too, where nothing else would do it. Shapes are static and the FX graph is functional, so each pass is a
+few lines.
+"""
+
+import struct
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
-from torch.fx import GraphModule
+import torch
+from torch import Tensor
+from torch.fx import GraphModule, Node
 
-_TRANSPOSABLE = {"MatMul": "transpose_x2", "MatMulV2": "transpose_x2", "BatchMatMul": "adj_x2", "BatchMatMulV2": "adj_x2"}
-_ABSORBED_LEFT = {"MatMul": "transpose_x1", "MatMulV2": "transpose_x1", "BatchMatMul": "adj_x1", "BatchMatMulV2": "adj_x1"}
+aten = torch.ops.aten
+_VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.unsqueeze.default,
+          aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default}  # fmt: skip
 
 
-def merge_equal_nodes(gm: GraphModule) -> None:
-    """Common subexpressions of a functional FX graph: masks, rope tables and addresses are made once, not per layer."""
+def simplify_fx(gm: GraphModule) -> None:
+    """Passes over a functional FX graph, in place: masks, rope tables and addresses are made once, not per layer."""
     from torch._functorch.compile_utils import fx_graph_cse
 
+    drop_round_trips(gm)
+    merge_views(gm)
     gm.graph = fx_graph_cse(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.recompile()
 
 
-def optimise(graph: Any) -> None:
-    """All passes over a GraphDef, in place."""
+def drop_round_trips(gm: GraphModule) -> None:
+    """bf16 to float32 and back is nothing, with reshapes in between or without."""
+    cast = aten._to_copy.default
+    for node in list(gm.graph.nodes):
+        if node.target is not cast or node.meta["val"].dtype != torch.bfloat16:
+            continue
+        wide = node.args[0]
+        while isinstance(wide, Node) and wide.target in _VIEWS:
+            wide = wide.args[0]
+        if wide.target is not cast or wide.args[0].meta["val"].dtype != torch.bfloat16:
+            continue
+        with gm.graph.inserting_before(node):
+            view = gm.graph.call_function(aten.view.default, (wide.args[0], list(node.meta["val"].shape)))
+        view.meta = dict(node.meta)
+        node.replace_all_uses_with(view)
+    gm.graph.eliminate_dead_code()
+
+
+def merge_views(gm: GraphModule) -> None:
+    """A chain of reshapes becomes one view of its root, or nothing."""
+    for node in list(gm.graph.nodes):
+        if node.op != "call_function" or node.target not in _VIEWS:
+            continue
+        root = node.args[0]
+        while isinstance(root, Node) and root.target in _VIEWS:
+            root = root.args[0]
+        value: Tensor = node.meta["val"]
+        if not root.meta["val"].is_contiguous():
+            continue
+        if root.meta["val"].shape == value.shape:
+            node.replace_all_uses_with(root)
+            continue
+        with gm.graph.inserting_before(node):
+            view = gm.graph.call_function(aten.view.default, (root, list(value.shape)))
+        view.meta = dict(node.meta)
+        node.replace_all_uses_with(view)
+    gm.graph.eliminate_dead_code()
+
+
+# ---- graph-engine graphs ---------------------------------------------------------------------------------------------------
+
+_PRODUCTS = ("MatMul", "MatMulV2", "BatchMatMul", "BatchMatMulV2")
+_SAME_TYPE = {"Add", "Sub", "Mul", "RealDiv", "Reshape", "Unsqueeze", "Squeeze", "Neg", "Exp", "Sigmoid", "ConcatV2",
+              "SoftmaxV2", "ReduceSum", "GatherV2", "SplitV", "StridedSliceV2", "SelectV2"}  # fmt: skip
+_UNIQUE = ("Data", "RefData", "NetOutput", "Scatter", "Assign", "TensorMove", "Hcom", "MoeDistribute", "Identity")
+
+
+def simplify_ge(graph: Any) -> None:
+    """Passes over a GraphDef, in place."""
     absorb_transposes(graph)
-    share_constants(graph)
-    drop_dead(graph)
+    bypass(graph, idle_casts(graph))
+    bypass(graph, idle_identities(graph))
+    merge_equal(graph)
+    drop_unused(graph)
 
 
-def share_constants(graph: Any) -> None:
-    """One Const per value: a scalar operand otherwise makes a node wherever it is used."""
-    first: dict[bytes, str] = {}
-    renamed: dict[str, str] = {}
-    for op in graph.op:
-        if op.type == "Const":
-            key = op.attr["value"].SerializeToString(deterministic=True)
-            renamed[op.name] = first.setdefault(key, op.name)
+def _stem(name: str) -> str:
+    return name.rpartition(":")[0]
+
+
+def _redirect(graph: Any, names: dict[str, str]) -> None:
+    """Replaces "node:port" inputs, following chains."""
     for op in graph.op:
         for i, name in enumerate(op.input):
-            stem, _, port = name.rpartition(":")
-            if stem in renamed and port != "-1":
-                op.input[i] = f"{renamed[stem]}:{port}"
+            while name in names:
+                name = names[name]
+            op.input[i] = name
+
+
+def bypass(graph: Any, nodes: Iterable[Any]) -> None:
+    """Readers of a node's result read its first input instead."""
+    _redirect(graph, {f"{op.name}:0": op.input[0] for op in nodes})
+
+
+def _controlled(graph: Any) -> set[str]:
+    """Nodes with an edge that orders without carrying data."""
+    return {end for op in graph.op for name in op.input if name.endswith(":-1") for end in (op.name, _stem(name))}
+
+
+def idle_casts(graph: Any) -> list[Any]:
+    """Casts to the type their input already has."""
+    by_name = {op.name: op for op in graph.op}
+    kept = _controlled(graph)
+
+    def dtype(name: str) -> int | None:
+        op, port = by_name[_stem(name)], int(name.rpartition(":")[2])
+        if op.type == "SelectV2":
+            return dtype(op.input[1])
+        if op.type in _SAME_TYPE:
+            return dtype(op.input[0])
+        return op.output_desc[port].dtype if port < len(op.output_desc) else None
+
+    idle = []
+    for op in graph.op:
+        if op.type == "Cast" and op.name not in kept and dtype(op.input[0]) == op.output_desc[0].dtype:
+            idle.append(op)
+    return idle
+
+
+def idle_identities(graph: Any) -> list[Any]:
+    """Copies of values that nothing writes: everything but inputs and what in-place updates return."""
+    by_name = {op.name: op for op in graph.op}
+    kept = _controlled(graph)
+    results = {_stem(name) for op in graph.op if op.type == "NetOutput" for name in op.input}
+    written = ("Data", "RefData", "Scatter", "Assign", "Hcom")
+    return [
+        op
+        for op in graph.op
+        if op.type == "Identity"
+        and op.name not in kept | results
+        and not by_name[_stem(op.input[0])].type.startswith(written)
+    ]
 
 
 def absorb_transposes(graph: Any) -> None:
     """A swap of the last two axes in front of a matrix product becomes an attribute of the product."""
     by_name = {op.name: op for op in graph.op}
     for op in graph.op:
-        for port, names in enumerate((_ABSORBED_LEFT, _TRANSPOSABLE)):
-            if op.type not in names:
-                continue
-            swap = by_name.get(op.input[port].rpartition(":")[0])
-            if swap is None or swap.type != "Transpose" or not _swaps_last(by_name, swap):
-                continue
-            attribute = op.attr[names[op.type]]
-            attribute.b = not attribute.b
-            op.input[port] = swap.input[0]
+        if op.type not in _PRODUCTS:
+            continue
+        attributes = ("adj_x1", "adj_x2") if op.type.startswith("Batch") else ("transpose_x1", "transpose_x2")
+        for port, attribute in enumerate(attributes):
+            swap = by_name.get(_stem(op.input[port]))
+            if swap is not None and swap.type == "Transpose" and _swaps_last(by_name[_stem(swap.input[1])]):
+                op.attr[attribute].b = not op.attr[attribute].b
+                op.input[port] = swap.input[0]
 
 
-def _swaps_last(by_name: dict[str, Any], swap: Any) -> bool:
-    import struct
-
-    const = by_name.get(swap.input[1].rpartition(":")[0])
-    if const is None or const.type != "Const":
+def _swaps_last(const: Any) -> bool:
+    if const.type != "Const":
         return False
     data = const.attr["value"].t.data
     order = list(struct.unpack(f"<{len(data) // 8}q", data))
-    rank = len(order)
-    return rank >= 2 and order == [*range(rank - 2), rank - 1, rank - 2]
+    last = len(order) - 1
+    return last >= 1 and order == [*range(last - 1), last, last - 1]
 
 
-def drop_dead(graph: Any) -> None:
-    """Removes nodes that nothing reads: what the passes above left behind. Inputs and effects stay."""
-    keep_types = {"Data", "RefData", "NetOutput"}
-    uses = Counter(name.rpartition(":")[0] for op in graph.op for name in op.input)
-    dead = [op for op in graph.op if op.type in ("Const", "Transpose") and not uses[op.name] and op.type not in keep_types]
+def merge_equal(graph: Any) -> None:
+    """One node per distinct computation: constants first of all, then what reads only them."""
+    first: dict[tuple, str] = {}
+    names: dict[str, str] = {}
+    kept = _controlled(graph)
+    for op in graph.op:  # operands come before their readers
+        for i, name in enumerate(op.input):
+            stem, _, port = name.rpartition(":")
+            if stem in names:
+                op.input[i] = f"{names[stem]}:{port}"
+        if op.type.startswith(_UNIQUE) or op.name in kept:
+            continue
+        attributes = tuple(
+            (key, op.attr[key].SerializeToString(deterministic=True)) for key in sorted(op.attr) if key[0] != "_"
+        )
+        chosen = first.setdefault((op.type, tuple(op.input), attributes), op.name)
+        if chosen != op.name:
+            names[op.name] = chosen
+
+
+def drop_unused(graph: Any) -> None:
+    """Removes nodes that nothing reads, inputs and in-place updates excepted."""
+    by_name = {op.name: op for op in graph.op}
+    uses = Counter(_stem(name) for op in graph.op for name in op.input)
+    kept = ("Data", "RefData", "NetOutput", "Scatter", "Assign", "Hcom", "MoeDistribute")
+    dead = [op for op in graph.op if not uses[op.name] and not op.type.startswith(kept)]
+    gone = set()
     while dead:
         op = dead.pop()
-        graph.op.remove(op)
+        gone.add(op.name)
         for name in op.input:
-            stem = name.rpartition(":")[0]
-            uses[stem] -= 1
-            if not uses[stem]:
-                dead += [other for other in graph.op if other.name == stem and other.type in ("Const", "Transpose")]
+            uses[_stem(name)] -= 1
+            producer = by_name.get(_stem(name))
+            if producer is not None and not uses[producer.name] and not producer.type.startswith(kept):
+                dead.append(producer)
+    live = [op for op in graph.op if op.name not in gone]
+    copies = [type(op)() for op in live]
+    for copy, op in zip(copies, live, strict=True):
+        copy.CopyFrom(op)
+    del graph.op[:]
+    graph.op.extend(copies)

@@ -117,7 +117,7 @@ def _to_graph(traced: Traced, config: Any) -> tuple[Any, GraphModule, dict[str, 
     def backend(gm: GraphModule, example_inputs: Sequence[Tensor]) -> Any:
         for node, leaf in zip(gm.graph.find_nodes(op="placeholder"), traced.args_info, strict=True):
             node.target = leaf.name
-        ge_passes.merge_equal_nodes(gm)
+        ge_passes.simplify_fx(gm)
         caught["fx"], caught["ge"] = gm, compiler(gm, example_inputs).runner
         return cann_shim.refuse(traced.label)
 
@@ -128,7 +128,7 @@ def _to_graph(traced: Traced, config: Any) -> tuple[Any, GraphModule, dict[str, 
             module, inputs, fw_compiler=backend, bw_compiler=None, inference_compiler=backend,
             decompositions=npu_fx_compiler._get_merged_decompositions(config), keep_inference_input_mutations=True,
         )  # fmt: skip
-    ge_passes.optimise(caught["ge"].graph)
+    ge_passes.simplify_ge(caught["ge"].graph)
     return caught["ge"], caught["fx"], recording.origin
 
 

@@ -52,6 +52,8 @@ typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 typedef uint32_t uvec __attribute__((vector_size(4 * LANES)));
 typedef uint16_t hvec __attribute__((vector_size(2 * LANES)));
+typedef int16_t svec __attribute__((vector_size(2 * LANES)));
+typedef int8_t qvec __attribute__((vector_size(LANES)));
 using Lanes = std::make_integer_sequence<int, LANES>;
 
 struct bf16 {
@@ -100,6 +102,12 @@ INLINE vec load(const bf16* p) {
     hvec h;
     memcpy(&h, p, sizeof h);
     return (vec)(__builtin_convertvector(h, uvec) << 16);
+}
+
+INLINE vec load(const int8_t* p) {
+    qvec q;
+    memcpy(&q, p, sizeof q);
+    return __builtin_convertvector(__builtin_convertvector(__builtin_convertvector(q, svec), ivec), vec);  // GCC widens by 2
 }
 
 INLINE void store(float* p, vec v) { memcpy(p, &v, sizeof v); }
@@ -386,6 +394,19 @@ template <int H, class V, int... J> INLINE V fold_pair(V a, V b, std::integer_se
     return SHUFFLE(a, b, folded<H>(J, 0)...) + SHUFFLE(a, b, folded<H>(J, H)...);
 }
 
+template <int H, int... J> INLINE void cross(vec& a, vec& b, std::integer_sequence<int, J...>) {
+    vec low = SHUFFLE(a, b, folded<H>(J, 0)...);
+    b = SHUFFLE(a, b, folded<H>(J, H)...);
+    a = low;
+}
+
+// Turns LANES rows into LANES columns.
+template <int H = LANES / 2> INLINE void transpose(vec* v) {
+    for (int j = 0; j < LANES; ++j)
+        if (!(j & H)) cross<H>(v[j], v[j + H], Lanes{});
+    if constexpr (H > 1) transpose<H / 2>(v);
+}
+
 // Lane j of the result is the sum of the lanes of v[j], in the order of `fold`.
 template <int H = LANES / 2, class V> INLINE V fold_all(V* v) {
     for (int j = 0; j < H; ++j) v[j] = fold_pair<H>(v[j], v[j + H], Lanes{});
@@ -461,7 +482,6 @@ INLINE ivec dot(ivec acc, bytes x, bytes w) { return acc + (ivec)_mm256_madd_epi
 #else
 constexpr int STEP = LANES, OFFSET = 0;
 typedef ivec bytes;
-typedef int8_t qvec __attribute__((vector_size(LANES)));
 INLINE bytes load_bytes(const int8_t* p) {
     qvec q;
     memcpy(&q, p, sizeof q);
@@ -524,16 +544,14 @@ INLINE void row_block(Rows<W> x, i64 rows, const W* const* w, i64 cols, i64 k, f
 
 template <class W> __attribute__((noinline)) void panel(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
     for (i64 r = 0; r < n; r += 4) {
-        i64 rows = std::min<i64>(4, n - r);
-        if constexpr (LANES >= 4)
-            if (rows > 2) {
-                row_block<4>(x.from(r), rows, w, cols, k, out + r * ld, ld);
-                continue;
-            }
-        if (rows == 2)
-            row_block<2>(x.from(r), rows, w, cols, k, out + r * ld, ld);
+        i64 left = n - r;
+        float* to = out + r * ld;
+        if (left > 2)
+            row_block<4>(x.from(r), left, w, cols, k, to, ld);
+        else if (left == 2)
+            row_block<2>(x.from(r), left, w, cols, k, to, ld);
         else
-            row_block<1>(x.from(r), rows, w, cols, k, out + r * ld, ld);
+            row_block<1>(x.from(r), left, w, cols, k, to, ld);
     }
 }
 
@@ -583,7 +601,7 @@ constexpr i64 ROWS = 64, COLS = 32;  // the piece of a product that one task mak
 // Splits an n x width product into tasks body(row, rows, column, columns).
 template <class F> void tasks(i64 n, i64 width, i64 k, const F& body) {
     i64 tall = (n + ROWS - 1) / ROWS, wide = (width + COLS - 1) / COLS;
-    parallel(tall * wide, double(std::min(n, ROWS)) * COLS * k / 16, [&](i64 begin, i64 end) {
+    parallel(tall * wide, double(std::min(n, ROWS) + 2) * COLS * k / 16, [&](i64 begin, i64 end) {
         for (i64 task = begin; task < end; ++task) {
             i64 r = task / wide * ROWS, c = task % wide * COLS;
             body(r, std::min(ROWS, n - r), c, std::min(COLS, width - c));
@@ -866,117 +884,136 @@ INLINE void hadamard(float* x, i64 d) {
             }
 }
 
-// Order of floats as unsigned integers; -0 and 0 are equal.
-INLINE uint32_t sort_key(float x) {
-    uint32_t u;
-    x += 0.0f;
-    memcpy(&u, &x, 4);
-    return u & 0x80000000u ? ~u : u | 0x80000000u;
-}
-
-// The k-th greatest of n keys, and how many are greater: one histogram per digit, from the top.
-INLINE std::pair<uint32_t, i64> kth_greatest(const uint32_t* keys, i64 n, i64 k) {
-    uint32_t prefix = 0, mask = 0;
+// The k-th greatest of n keys and how many are greater: a histogram per digit, from the top, of those still in question.
+std::pair<uint32_t, i64> kth_greatest(const uint32_t* keys, i64 n, i64 k) {
+    SCRATCH(uint32_t, left, n);
+    uint32_t prefix = 0;
     i64 above = 0;
-    for (int shift : {24, 16, 8, 0}) {
+    for (int shift = 24; shift >= 0; shift -= 8) {
         i32 histogram[256] = {};
-        for (i64 i = 0; i < n; ++i)
-            if ((keys[i] & mask) == prefix) ++histogram[keys[i] >> shift & 255];
-        int digit = 255;
+        for (i64 i = 0; i < n; ++i) ++histogram[keys[i] >> shift & 255];
+        uint32_t digit = 255;
         while (above + histogram[digit] < k) above += histogram[digit--];
-        prefix |= uint32_t(digit) << shift;
-        mask |= 255u << shift;
+        prefix |= digit << shift;
+        i64 kept = 0;
+        for (i64 i = 0; i < n; ++i) {
+            left[kept] = keys[i];
+            kept += (keys[i] >> shift & 255) == digit;
+        }
+        keys = left, n = kept;
     }
     return {prefix, above};
 }
 
-// W is the type of keys; `Q` rows are what they meet.
-template <class W> void index_topk(Args a) {
+// `scores` of LANES keys against heads x d queries: sum over heads of weight * relu(dot * q_scale), heads in order.
+INLINE vec index_scores(const float* q, i64 heads, i64 d, const float* keys, const float* q_scale, const float* weights) {
+    constexpr int R = 8;
+    vec total = {};
+    for (i64 h = 0; h < heads; h += R) {
+        vec dot[R] = {};
+        const float* at[R];
+        for (int r = 0; r < R; ++r) at[r] = q + std::min<i64>(h + r, heads - 1) * d;
+        for (i64 i = 0; i < d; ++i) {
+            vec key = load(keys + i * LANES);
+            for (int r = 0; r < R; ++r) dot[r] = fma(splat(at[r][i]), key, dot[r]);
+        }
+        for (int r = 0; r < R; ++r)
+            if (h + r < heads) total += max(dot[r] * q_scale[h + r], vec{}) * weights[h + r];
+    }
+    return total;
+}
+
+// K: the type of keys. int8 products are summed in float32, which is exact for the d <= 1024 that `cpu_maths` allows.
+template <class K> void index_topk(Args a) {
     auto q = a.tensor<const void>();
     auto q_scale = a.tensor<const float>(), weights = a.tensor<const float>();
-    auto keys = a.tensor<const W>();
+    auto keys = a.tensor<const K>();
     auto key_scale = a.tensor<const float>();
     auto history = a.tensor<const i32>(), visible = a.tensor<const i32>();
     auto out = a.tensor<i32>();
     i64 n = a.size(), heads = a.size(), d = a.size(), pool = a.size(), rows = a.size(), pages = a.size(), k = a.size();
     i64 ld = a.size(), ld_head = a.size(), ld_weights = a.size(), q_dtype = a.size();
     float scale = a.real();
-    constexpr i64 per_page = PAGE_HISTORY / 4;
-    constexpr bool exact = std::is_same_v<W, int8_t>;
-    using X = std::conditional_t<exact, int8_t, float>;
+    constexpr i64 per_page = PAGE_HISTORY / 4, MOST = 8;
     i64 tokens = n / rows, entries = pages * per_page;
 
-    auto entry_row = [&](i64 t, i64 e) {
-        i64 row = history[t / tokens * pages + e / per_page] * per_page + e % per_page;
+    auto entry_row = [=](i64 r, i64 e) {
+        i64 row = i64(history[r * pages + e / per_page]) * per_page + e % per_page;
         return inside(row, pool) ? row : 0;
     };
-    // Writes the sort keys of entries begin .. end-1 of token t.
-    auto score = [&](i64 t, i64 begin, i64 end, uint32_t* out_keys) {
-        SCRATCH(float, dot, heads* PANEL);
-        SCRATCH(float, copy, heads* d);
-        SCRATCH(const X*, at, heads);
-        SCRATCH(i32, sums, heads);
-        for (i64 h = 0; h < heads; ++h) {
-            i64 offset = t * ld + h * ld_head;
-            if constexpr (exact) {
-                at[h] = static_cast<const int8_t*>(q) + offset;
-                sums[h] = 0;
-                for (i64 i = 0; i < d; ++i) sums[h] += at[h][i];
-            } else {
-                at[h] = copy + h * d;
-                with_float(q_dtype, [&](auto* tag) {
-                    copy_row(copy + h * d, static_cast<decltype(tag)>(q) + offset, d);
-                });
-            }
+    // Sort keys of entries begin .. end-1 (whole pages) for `count` tokens of row r from token t on.
+    auto score = [=](i64 r, i64 t, i64 count, i64 begin, i64 end, uint32_t* scores) {
+        SCRATCH(float, queries, count * heads * d);
+        SCRATCH(float, weight, count * heads);
+        SCRATCH(float, factor, count * heads);
+        SCRATCH(float, turned, (d + LANES) * LANES);
+        for (i64 j = 0; j < count * heads; ++j) {
+            i64 from = (t + j / heads) * ld + j % heads * ld_head;
+            float* to = queries + j * d;
+            if (q_dtype == I8)
+                copy_row(to, static_cast<const int8_t*>(q) + from, d);
+            else
+                with_float(q_dtype, [&](auto* tag) { copy_row(to, static_cast<decltype(tag)>(q) + from, d); });
+            weight[j] = weights[(t + j / heads) * ld_weights + j % heads] * scale;
+            factor[j] = q_scale ? q_scale[t * heads + j] : 1.0f;
         }
-        Rows<W> x;
-        if constexpr (exact)
-            x = {at, q_scale + t * heads, sums};
-        else
-            x = {at};
-        for (i64 e = begin; e < end; e += PANEL) {
-            const W* ws[PANEL];
-            i64 count = std::min(PANEL, end - e), row[PANEL];
-            for (i64 j = 0; j < count; ++j) row[j] = entry_row(t, e + j), ws[j] = keys + row[j] * d;
-            dots(x, heads, ws, count, d, dot, PANEL);
-            float total[PANEL] = {};
-            for (i64 h = 0; h < heads; ++h) {
-                float weight = weights[t * ld_weights + h] * scale;
-                for (i64 j = 0; j < PANEL; ++j) total[j] += (j < count && dot[h * PANEL + j] > 0 ? dot[h * PANEL + j] : 0) * weight;
+        for (i64 e = begin; e < end; e += LANES) {
+            i64 first = entry_row(r, e);
+            for (i64 i = 0; i < d; i += LANES) {
+                vec block[LANES];
+                for (int j = 0; j < LANES; ++j) block[j] = load(keys + (first + j) * d + i, std::min<i64>(LANES, d - i));
+                transpose(block);
+                for (int j = 0; j < LANES; ++j) store(turned + (i + j) * LANES, block[j]);
             }
-            for (i64 j = 0; j < count; ++j) out_keys[e + j] = sort_key(key_scale ? total[j] * key_scale[row[j]] : total[j]);
+            for (i64 j = 0; j < count; ++j) {
+                i64 at = j * heads;
+                vec v = index_scores(queries + at * d, heads, d, turned, factor + at, weight + at);
+                if (key_scale) v *= load(key_scale + first);
+                ivec bits = (ivec)(v + 0.0f);  // -0 becomes 0: they tie
+                bits ^= bits >> 31 & 0x7fffffff;
+                store(reinterpret_cast<float*>(scores + j * entries + e), (vec)(bits ^ INT32_MIN));
+            }
         }
     };
-    auto select = [&](i64 t, const uint32_t* scores, i64 seen) {
+    auto select = [=](i64 r, i64 t, const uint32_t* scores, i64 seen) {
+        i32* to = out + t * k;
         i64 taken = 0;
         if (seen <= k) {
-            for (; taken < seen; ++taken) out[t * k + taken] = i32(entry_row(t, taken));
+            for (; taken < seen; ++taken) to[taken] = i32(entry_row(r, taken));
         } else {
             auto [cut, above] = kth_greatest(scores, seen, k);
             i64 ties = k - above;
-            for (i64 e = 0; e < seen; ++e)
-                if (scores[e] > cut || (scores[e] == cut && ties-- > 0)) out[t * k + taken++] = i32(entry_row(t, e));
+            for (i64 e = 0; taken < k; ++e) {
+                bool tie = scores[e] == cut;
+                to[taken] = i32(entry_row(r, e));
+                taken += (scores[e] > cut) | (tie & (ties > 0));
+                ties -= tie;
+            }
         }
-        std::fill(out + t * k + taken, out + (t + 1) * k, -1);
+        std::fill(to + taken, to + k, -1);
     };
-    double cost = double(heads) * d / (exact ? 64 : 16);
-    if (n == 1) {
-        i64 seen = clamp(visible[0], 0, entries);
-        SCRATCH(uint32_t, scores, entries);
-        if (seen > k)
-            parallel((seen + per_page - 1) / per_page, cost * per_page, [=](i64 begin, i64 end) {
-                score(0, begin * per_page, std::min(end * per_page, seen), scores);
-            });
-        return select(0, scores, seen);
-    }
-    parallel(n, cost * entries, [&](i64 begin, i64 end) {
-        SCRATCH(uint32_t, scores, entries);
-        for (i64 t = begin; t < end; ++t) {
-            i64 seen = clamp(visible[t], 0, entries);
-            if (seen > k) score(t, 0, seen, scores);
-            select(t, scores, seen);
-        }
-    });
+
+    i64 size = clamp((n + thread_limit - 1) / thread_limit, 1, std::min(tokens, MOST));  // tokens that share turned keys
+    i64 per_row = (tokens + size - 1) / size, blocks = rows * per_row;
+    double cost = double(heads) * d / LANES;
+    auto run = [=](i64 block, bool split) {
+        SCRATCH(uint32_t, scores, size * entries);
+        i64 r = block / per_row, t = r * tokens + block % per_row * size, count = std::min(size, (r + 1) * tokens - t), most = 0;
+        for (i64 j = 0; j < count; ++j) most = std::max(most, clamp(visible[t + j], 0, entries));
+        i64 seen_pages = most > k ? (most + per_page - 1) / per_page : 0;
+        auto some = [=](i64 begin, i64 end) { score(r, t, count, begin * per_page, end * per_page, scores); };
+        if (split)
+            parallel(seen_pages, cost * count * per_page, some);
+        else
+            some(0, seen_pages);
+        for (i64 j = 0; j < count; ++j) select(r, t + j, scores + j * entries, clamp(visible[t + j], 0, entries));
+    };
+    if (blocks < thread_limit)
+        for (i64 b = 0; b < blocks; ++b) run(b, true);
+    else
+        parallel(blocks, cost * size * entries, [=](i64 begin, i64 end) {
+            for (i64 b = begin; b < end; ++b) run(b, false);
+        });
 }
 
 // out[h, :] = sum_j p[h][j] * keys[j][:] for R heads (the last repeated past `count`) and `width` channels from `from` on.
@@ -1175,7 +1212,7 @@ template <class W> void moe(Args a) {
         hs = {h_at};
     }
 
-    double rows = double(routes) / std::max<i64>(pieces, 1);
+    double rows = double(routes) / std::max<i64>(pieces, 1) + 2;
     i64 wide = (f + COLS - 1) / COLS;
     auto up_projection = [=](i64 begin, i64 end) {
         float gate[ROWS * COLS], up[ROWS * COLS];
@@ -1672,7 +1709,7 @@ void dsv4_markov(const Call* c) {
                     }
                 }
             };
-            parallel(chunks, double(n) * CHUNK * rank / 16, search);
+            parallel(chunks, double(n + 2) * CHUNK * rank / 16, search);
             for (i64 r = 0; r < n; ++r) {
                 Best b;
                 for (i64 chunk = 0; chunk < chunks; ++chunk)

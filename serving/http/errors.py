@@ -66,6 +66,12 @@ def describe(error: Dsv4Error) -> tuple[int, dict[str, Any], dict[str, str]]:
     return 500, error_body(str(error), kind="server_error"), {}
 
 
+def unexpected(error: Exception) -> dict[str, Any]:
+    """The body for a mistake of our own, which goes to the log and not to the client."""
+    logger.error("a request failed", exc_info=error)
+    return error_body("internal error; the server's log has the details", kind="server_error")
+
+
 def install(app: FastAPI) -> None:
     """Makes every exception of `app` leave as an error object."""
 
@@ -93,9 +99,8 @@ def install(app: FastAPI) -> None:
         return Response(status_code=499)  # only ever seen in the access log
 
     @app.exception_handler(Exception)
-    async def unexpected(request: Request, error: Exception) -> ErrorResponse:
-        logger.error("%s %s failed", request.method, request.url.path, exc_info=error)
-        return ErrorResponse(error_body("internal error; the server's log has the details", kind="server_error"), 500)
+    async def bug(request: Request, error: Exception) -> ErrorResponse:
+        return ErrorResponse(unexpected(error), 500)
 
 
 def explain(errors: Sequence[Any]) -> RequestError:

@@ -10,7 +10,7 @@ from fastapi import Response
 from starlette.types import Receive, Scope, Send
 
 from dsv4.errors import Dsv4Error
-from serving.http.errors import ClientGoneError, RequestTimeoutError, describe
+from serving.http.errors import ClientGoneError, RequestTimeoutError, describe, unexpected
 from serving.http.settings import HttpSettings
 
 T = TypeVar("T")
@@ -87,6 +87,10 @@ class EventStream(Response):
                 await while_connected(receive, self._pump(emit), self._settings.request_timeout_s)
             except Dsv4Error as error:
                 await emit(_event(describe(error)[1]))
+            except (ClientGoneError, asyncio.CancelledError):
+                raise
+            except Exception as error:  # the headers are out: only an event can tell the client
+                await emit(_event(unexpected(error)))
             await emit(b"data: [DONE]\n\n", more=False)
         except ClientGoneError:
             scope.get("state", {}).setdefault("access", {})["client_gone"] = True

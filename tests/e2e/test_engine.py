@@ -1,12 +1,19 @@
 """The real engine over tiny models: whatever the traffic, a request's tokens are those of its lone cold run at K = 0."""
 
+import asyncio
 import functools
 import random
+from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from dsv4.api import forward
+from dsv4.errors import EngineError
+from dsv4.ops.cpu import default_ops
 from dsv4.params import Params
-from tests.support.engines import generate, running
+from serving.request import SamplingParams
+from tests.support.engines import collect, generate, running, tokens_of
 from tests.support.models import memory_params, quantised, tiny_config, tiny_weights
 from tests.support.runner import Runner
 
@@ -20,15 +27,11 @@ def params(form: str) -> Params:
 
 
 def k_params(form: str, k: int) -> Params:
-    from dataclasses import replace
-
     return params(form) if k else replace(params(form), drafter=None)
 
 
 @functools.cache
 def lone(form: str, ids: tuple[int, ...], count: int) -> list[int]:
-    from dsv4.ops.cpu import default_ops
-
     return Runner(CFG, k_params(form, 0), ops=default_ops(), slots=1).generate(0, ids, count)
 
 
@@ -80,7 +83,9 @@ def test_the_256_rule_by_flag(k: int) -> None:
 @pytest.mark.parametrize("k", [0, 7])
 def test_a_pool_of_one_and_a_half_requests_serves_ten(k: int) -> None:
     """Preemption recomputes prompt and output; tokens stay those of the lone run, and every page comes back."""
-    prompts = [prompt(96 + 3 * i, i) for i in range(10)]  # two pages of history each, three to be had; the later grow first
+    prompts = [
+        prompt(96 + 3 * i, i) for i in range(10)
+    ]  # two pages of history each, three to be had; the later grow first
     flags = {"max_model_len": 256, "max_num_seqs": 4, "max_num_batched_tokens": 160, "enable_prefix_caching": False}
     pages = {"history": 4, "window": 14, "tail": 36, "open": 14}
     with running(CFG, k_params("f32", k), k, pages=pages, **flags) as started:
@@ -109,7 +114,9 @@ def test_thirty_two_copies_and_sixteen_strangers() -> None:
     prompts = [ids if i % 3 else prompt(3 + 7 * i, i) for i in range(48)]
     with running(CFG, k_params("w8a8", 7), 7, max_num_seqs=16) as started:
         got = generate(started.engine, prompts, 12)
-    assert {tuple(tokens) for ids_, tokens in zip(prompts, got, strict=True) if ids_ is ids} == {tuple(lone("w8a8", ids, 12))}
+    assert {tuple(tokens) for ids_, tokens in zip(prompts, got, strict=True) if ids_ is ids} == {
+        tuple(lone("w8a8", ids, 12))
+    }
 
 
 def test_nothing_is_compiled_while_serving() -> None:
@@ -119,4 +126,96 @@ def test_nothing_is_compiled_while_serving() -> None:
         programs = started.worker.programs
         assert programs.frozen
         assert all(s.traces == s.compiles == 1 for s in programs.stats().values())
-        assert all(compiled.python_segments == 0 for _, compiled in programs.compile())
+        assert all(compiled.python_segments == 0 for shape, compiled in programs.compile() if not shape.full)
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_logprobs(k: int) -> None:
+    """Of the chosen token and the likeliest ones, equal to those of a whole-sequence forward; the same at K = 0 and 7."""
+    ids = prompt(50, 6)
+    with running(CFG, k_params("f32", k), k) as started:
+
+        async def run():
+            params = SamplingParams(max_tokens=12, ignore_eos=True, logprobs=3)
+            return await asyncio.gather(
+                collect(started.engine, "a", ids, params),
+                collect(started.engine, "b", prompt(9), SamplingParams(max_tokens=12, ignore_eos=True)),
+            )
+
+        scored, other = asyncio.run(run())
+    tokens = tokens_of(scored)
+    assert tokens == lone("f32", ids, 12) and tokens_of(other) == lone("f32", prompt(9), 12)
+    logits = forward(CFG, k_params("f32", 0), [*ids, *tokens[:-1]]).logits[len(ids) - 1 :]
+    expected = logits.log_softmax(-1)
+    got = [entry for output in scored for entry in output.logprobs]
+    assert [entry.token_id for entry in got] == tokens
+    for row, entry in zip(expected, got, strict=True):
+        best = row.topk(3)
+        assert [i for i, _ in entry.top] == best.indices.tolist()
+        assert [p for _, p in entry.top] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert entry.logprob == pytest.approx(row[entry.token_id].item(), abs=1e-4)
+
+
+class OnlyEven:
+    """A grammar of even tokens in which a token divisible by 20 must be followed by 42."""
+
+    def __init__(self) -> None:
+        self.last = 1
+
+    def matcher(self) -> "OnlyEven":
+        return OnlyEven()
+
+    def _row(self, last: int) -> np.ndarray:
+        legal = [42] if last % 20 == 0 else range(0, CFG.vocab_size, 2)
+        bits = np.zeros(CFG.vocab_size, np.uint8)
+        bits[list(legal)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    def masks(self, drafts):
+        rows = [self._row(self.last)]
+        last = self.last
+        for draft in drafts:
+            if not rows[-1].view(np.uint8)[draft // 8] >> (draft % 8) & 1:
+                break
+            last = draft
+            rows.append(self._row(last))
+        return len(rows) - 1, np.stack(rows)
+
+    def forced(self) -> list[int]:
+        return [42] if self.last % 20 == 0 else []
+
+    def accept(self, tokens) -> None:
+        for token in tokens:
+            if token % 2 or (self.last % 20 == 0 and token != 42):
+                raise EngineError(f"{token} is illegal after {self.last}")
+            self.last = token
+
+
+def test_constrained_output_is_the_same_at_both_widths() -> None:
+    """Greedy over the legal tokens; forced ones are drafted; free neighbours are untouched."""
+    ids = prompt(30, 2)
+    results = []
+    for k in (0, 7):
+        with running(CFG, k_params("f32", k), k) as started:
+
+            async def run(engine=started.engine):
+                constrained = SamplingParams(max_tokens=40, ignore_eos=True, grammar=OnlyEven())
+                return await asyncio.gather(
+                    collect(engine, "a", ids, constrained),
+                    collect(engine, "b", prompt(9), SamplingParams(max_tokens=40, ignore_eos=True)),
+                )
+
+            tight, free = asyncio.run(run())
+            assert tokens_of(free) == lone("f32", prompt(9), 40)
+            results.append(tight)
+    slow, fast = map(tokens_of, results)
+    assert slow == fast and all(t % 2 == 0 for t in slow)
+    assert any(t % 20 == 0 for t in slow[:-1]) and results[1][-1].speculation.accepted > 0
+    # Greedy among the legal, by full recomputation.
+    known, last = list(ids), 1
+    for token in slow[:10]:
+        row = forward(CFG, k_params("f32", 0), known).logits[-1]
+        legal = [42] if last % 20 == 0 else list(range(0, CFG.vocab_size, 2))
+        assert token == max(legal, key=lambda t: row[t].item())
+        known.append(token)
+        last = token

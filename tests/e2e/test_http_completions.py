@@ -181,3 +181,16 @@ def test_logprobs_are_refused_where_there_are_none(toy_server):
         assert error["param"] == "logprobs" and words in error["message"]
         chat = {"messages": [{"role": "user", "content": "x"}], "logprobs": True, "top_logprobs": 4}
         assert words in client.post("/v1/chat/completions", json=chat).json()["error"]["message"]
+
+
+def test_a_mistake_of_our_own_is_logged_and_not_told(toy_server, caplog):
+    class Broken(ToyEngine):
+        def _logprobs(self, ids, params):
+            raise KeyError("a secret")
+
+    client = toy_server(Broken())
+    plain, streamed = post(client, prompt=[7]), post(client, prompt=[7], stream=True)
+    assert plain.status_code == 500
+    for error in (plain.json()["error"], events(streamed)[-1]["error"]):
+        assert error["type"] == "server_error" and "secret" not in error["message"]
+    assert caplog.text.count("a secret") >= 2

@@ -1,13 +1,37 @@
 """Differentiable functions with backward passes written by hand: attention with a sink, Sinkhorn, int8 rounding, cross entropy.
 
-Element-wise work is compiled: on a CPU it is memory traffic, and most of a training step.
+Element-wise work can be compiled: on a CPU it is memory traffic, and most of a training step.
 """
+
+from collections.abc import Callable
+from functools import cache, wraps
+from typing import Any
 
 import torch
 from torch import Tensor
 
-torch._dynamo.config.recompile_limit = 64  # a handful of shapes for each function
-compiled = torch.compile(dynamic=False)
+_use_compiler = False
+
+
+def use_compiler() -> None:
+    """From now on `compiled` functions are what their name says: a minute of compilation, then half the time per step."""
+    global _use_compiler
+    _use_compiler = True
+    torch._dynamo.config.recompile_limit = 64  # a handful of shapes for each function
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, through Inductor once `use_compiler` has been called."""
+
+    @cache
+    def fused() -> Callable[..., Any]:
+        return torch.compile(fn, dynamic=False)
+
+    @wraps(fn)
+    def call(*args: Any) -> Any:
+        return fused()(*args) if _use_compiler else fn(*args)
+
+    return call
 
 
 @compiled
