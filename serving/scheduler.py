@@ -279,10 +279,10 @@ class Scheduler:
                 continue
             bisect.insort(self._running, seat, key=_arrival)
             self._next_partition = (partition.index + 1) % len(self._partitions)
-            self._prefix_queries += known
-            self._prefix_hits += hit
-            if not request.preemptions:
+            if not request.preemptions:  # a resumed request finding its own pages says nothing about prompts
                 request.cached_tokens, request.prefix_report = hit, reason
+                self._prefix_queries += known
+                self._prefix_hits += hit
             self._add_chunk(seat, length)
             return length
         return 0
