@@ -73,7 +73,7 @@ def unexpected(error: Exception) -> dict[str, Any]:
 
 
 def install(app: FastAPI) -> None:
-    """Makes every exception of `app` leave as an error object."""
+    """Makes every expected exception of `app` leave as an error object; `AccessLog` sees to the others."""
 
     @app.exception_handler(Dsv4Error)
     async def expected(request: Request, error: Dsv4Error) -> ErrorResponse:
@@ -97,10 +97,6 @@ def install(app: FastAPI) -> None:
     @app.exception_handler(ClientGoneError)
     async def gone(request: Request, error: ClientGoneError) -> Response:
         return Response(status_code=499)  # only ever seen in the access log
-
-    @app.exception_handler(Exception)
-    async def bug(request: Request, error: Exception) -> ErrorResponse:
-        return ErrorResponse(unexpected(error), 500)
 
 
 def explain(errors: Sequence[Any]) -> RequestError:

@@ -21,6 +21,7 @@ from serving.http.errors import (
     SlowBodyError,
     describe,
     error_body,
+    unexpected,
 )
 
 access_logger = logging.getLogger("dsv4.access")
@@ -33,7 +34,8 @@ _OPEN = {"/", "/health"}
 class AccessLog:
     """Gives each request an id (the client's `X-Request-Id`, if well formed) and writes one JSON line when it is over.
 
-    The line never holds text of prompts or completions. Health checks and scrapes are logged at DEBUG.
+    The line never holds text of prompts or completions. Health checks and scrapes are logged at DEBUG. A mistake of our
+    own ends here as a 500: further out, the server would cut the connection under the client's next request.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -45,7 +47,7 @@ class AccessLog:
         given = Headers(scope=scope).get("x-request-id", "")
         request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         state = scope.setdefault("state", {})
-        start, status = time.monotonic(), 500
+        start, status = time.monotonic(), 0
 
         async def send_with_id(message: Message) -> None:
             nonlocal status
@@ -56,6 +58,10 @@ class AccessLog:
 
         try:
             await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if status:
+                raise
+            await ErrorResponse(unexpected(error), 500)(scope, receive, send_with_id)
         finally:
             level = logging.DEBUG if scope["path"] in _QUIET else logging.INFO
             if access_logger.isEnabledFor(level):

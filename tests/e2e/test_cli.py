@@ -1,0 +1,151 @@
+"""The commands as a user meets them: what they print, and one clear line for whatever cannot work."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from cli.main import app
+
+runner = CliRunner()
+K7 = '{"method":"dspark","num_speculative_tokens":7}'
+
+
+def invoke(*arguments: str, code: int = 0) -> str:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == code, result.output
+    return result.output if code else result.stdout
+
+
+def generate(model: Path, *flags: str) -> list[dict]:
+    base = ("generate", "--model", str(model), "--json", "--ignore-eos", "--threads", "1", "--max-num-seqs", "4")
+    return [json.loads(line) for line in invoke(*base, *flags).splitlines()]
+
+
+def refused(*arguments: str) -> str:
+    """The one line of a refusal."""
+    output = invoke(*arguments, code=1)
+    assert "Traceback" not in output
+    lines = [line for line in output.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, output
+    return lines[0]
+
+
+def test_generate_is_the_same_at_both_widths(tiny_w8a8: Path) -> None:
+    flags = ("--prompt", "def add(a, b):", "--prompt", "import os", "--prompt", "x" * 300, "--max-tokens", "24")
+    plain, fast = generate(tiny_w8a8, *flags), generate(tiny_w8a8, *flags, "--speculative-config", K7)
+    assert [r["token_ids"] for r in fast] == [r["token_ids"] for r in plain]
+    assert [r["text"] for r in fast] == [r["text"] for r in plain]
+    for record in fast:
+        assert record.keys() == {"prompt", "text", "token_ids", "finish_reason", "usage", "speculation"}
+        assert record["finish_reason"] == "length" and record["usage"]["completion_tokens"] == 24
+        said = record["speculation"]
+        assert said["verify_steps"] + said["accepted"] >= 23 and len(said["accepted_per_position"]) == 7
+    assert plain[0]["speculation"]["verify_steps"] == 0
+
+
+def test_a_stop_string_cuts_the_text_and_the_ids(tiny_w8a8: Path) -> None:
+    whole = generate(tiny_w8a8, "--prompt", "a = ", "--max-tokens", "30")[0]
+    stop = whole["text"][20:24]
+    for flags in ((), ("--speculative-config", K7)):
+        cut = generate(tiny_w8a8, "--prompt", "a = ", "--max-tokens", "30", "--stop", stop, *flags)[0]
+        assert cut["text"] == whole["text"][: whole["text"].index(stop)]
+        assert cut["finish_reason"] == "stop"
+        assert cut["token_ids"] == whole["token_ids"][: len(cut["token_ids"])]
+        assert cut["usage"]["completion_tokens"] == len(cut["token_ids"])
+
+
+def test_float32_runs_a_source_checkpoint(tiny_source: Path) -> None:
+    assert generate(tiny_source, "--prompt", "x", "--max-tokens", "3", "--dtype", "float32")[0]["token_ids"]
+
+
+def test_a_source_checkpoint_is_refused(tiny_source: Path) -> None:
+    for command in (("serve",), ("generate", "--prompt", "x")):
+        assert "dsv4 convert" in refused(*command, "--model", str(tiny_source))
+
+
+def test_no_such_model(tmp_path: Path) -> None:
+    assert "no such file" in refused("serve", "--model", str(tmp_path / "nowhere"))
+
+
+@pytest.fixture
+def broken(tiny_w8a8: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny_w8a8, tmp_path / "broken"))
+
+
+def test_no_tokenizer(broken: Path) -> None:
+    (broken / "tokenizer.json").unlink()
+    assert "tokenizer" in refused("serve", "--model", str(broken))
+
+
+def test_a_missing_shard(broken: Path) -> None:
+    next(broken.glob("*00003*.safetensors")).unlink()
+    assert "00003" in refused("generate", "--prompt", "x", "--model", str(broken))
+
+
+def test_a_truncated_shard(broken: Path) -> None:
+    shard = next(broken.glob("*00003*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-100])
+    assert "00003" in refused("generate", "--prompt", "x", "--model", str(broken))
+
+
+def test_drafting_without_draft_stages(broken: Path) -> None:
+    """K = 7 is refused by name; K = 0 never looks at mtp.*."""
+    index = json.loads((broken / "model.safetensors.index.json").read_text())
+    lost = {name: shard for name, shard in index["weight_map"].items() if name.startswith("mtp.1.")}
+    for name in lost:
+        del index["weight_map"][name]
+    for shard in set(lost.values()):
+        (broken / shard).unlink()
+    (broken / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "mtp.1" in refused("generate", "--prompt", "x", "--model", str(broken), "--speculative-config", K7)
+    assert generate(broken, "--prompt", "x", "--max-tokens", "2")
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "deepseek_v41"}, "deepseek_v41"),
+        ({"text_config": {}}, "text_config"),
+        ({"vision_n_layers": 12}, "vision"),
+        ({"n_shared_experts": 2}, "n_shared_experts"),
+        ({"quantization_config": {"quant_method": "awq"}}, "awq"),
+        ({"compress_ratios": [0, 0, 8]}, "compress_ratios"),
+        ({"head_dim": None}, "head_dim"),
+    ],
+)
+def test_another_model(changes: dict, said: str, broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text()) | changes
+    (broken / "config.json").write_text(json.dumps(config))
+    assert said in refused("serve", "--model", str(broken))
+
+
+def test_flags_are_refused_before_loading(tiny_w8a8: Path) -> None:
+    model = ("--model", str(tiny_w8a8))
+    assert "--block-size" in refused("serve", *model, "--block-size", "128")
+    assert "num_speculative_tokens" in refused(
+        "serve", *model, "--speculative-config", '{"method":"dspark","num_speculative_tokens":3}'
+    )
+    assert "--platform" in refused("serve", *model, "--platform", "gpu")
+    assert "unknown field 'x'" in refused("serve", *model, "--generate-config", '{"x":1}')
+
+
+def test_npus_are_missed_by_name(tiny_w8a8: Path) -> None:
+    line = refused("serve", "--model", str(tiny_w8a8), "--platform", "a2a3", "--dp", "2", "--ep", "8", "--tp", "4")
+    assert "torch_npu" in line and "--platform cpu" in line
+
+
+def test_the_real_model_is_planned_without_weights(tmp_path: Path) -> None:
+    shutil.copy("configs/model/deepseek-v4-flash-dspark.json", tmp_path / "config.json")
+    plan = invoke("convert", str(tmp_path), str(tmp_path / "out"), "--dry-run")
+    for number in ("72,317", "166,878,536,440", "72,178", "308,071,597,048"):
+        assert number in plan
+    assert not (tmp_path / "out").exists()
+
+
+def test_help_lists_every_command() -> None:
+    for name in ("serve", "generate", "convert", "check", "make-tiny"):
+        assert name in invoke("--help")
+        invoke(name, "--help")
