@@ -110,8 +110,15 @@ def code(x: Tensor | torch.dtype | None, *allowed: torch.dtype) -> int:
     return CODES[dtype]
 
 
-def whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """`x`, which must be contiguous and of `dtype`, or None."""
+def shaped(x: Tensor, *shape: int) -> Tensor:
+    """`x`, which must have this shape: kernels trust the sizes they are given."""
+    if tuple(x.shape) != shape:
+        raise TypeError(f"CPU kernel: expected a tensor of shape {list(shape)}, got {list(x.shape)}")
+    return x
+
+
+def whole(x: Tensor | None, dtype: torch.dtype, *shape: int) -> Tensor | None:
+    """`x`, which must be contiguous, of `dtype` and, if given, of this shape; or None."""
     if x is None:
         return None
     if x.dtype != dtype or not x.is_contiguous():
@@ -119,7 +126,7 @@ def whole(x: Tensor | None, dtype: torch.dtype) -> Tensor | None:
             f"CPU kernel: expected a contiguous {dtype} tensor, got {x.dtype} {list(x.shape)} with strides "
             f"{list(x.stride())}; use .contiguous() or .to({dtype})"
         )
-    return x
+    return shaped(x, *shape) if shape else x
 
 
 def strides(x: Tensor, dims: int) -> tuple[int, ...]:
