@@ -1,16 +1,32 @@
 """`dsv4 serve`: the OpenAI-compatible server."""
 
+import logging
 from typing import Annotated
 
 import typer
+from fastapi import FastAPI
 
 from cli.console import log_to_stderr, stage_progress
 from cli.options import takes_engine_args
+from dsv4.errors import PlatformError
 from serving.args import EngineArgs
-from serving.build import build_engine
+from serving.build import Built, build_engine
+from serving.grammar import Compiler
 from serving.http.app import create_app
+from serving.http.protocol_texts import ProtocolTexts
 from serving.http.run import serve as run_server
 from serving.http.settings import GenerationDefaults, HttpSettings
+
+
+def _app(built: Built, settings: HttpSettings) -> FastAPI:
+    """The app with what the checkpoint and the installed extras allow."""
+    try:
+        grammars = Compiler(built.tokenizer, built.cfg.vocab_size, built.cfg.eos_token_id)
+    except PlatformError as missing:
+        logging.getLogger("dsv4").info("%s; requests for it are refused until then", missing)
+        grammars = None
+    texts = ProtocolTexts.load(built.settings.args.model)
+    return create_app(built.engine, built.tokenizer, settings=settings, texts=texts, grammars=grammars)
 
 
 @takes_engine_args
@@ -40,6 +56,6 @@ def serve(
     for what, value in [*built.banner(), ("listening", f"http://{host}:{port}/v1")]:
         typer.echo(f"{what:>13}  {value}", err=True)
     try:
-        run_server(create_app(built.engine, built.tokenizer, settings=settings), host, port)
+        run_server(_app(built, settings), host, port)
     finally:
         built.engine.close()

@@ -121,8 +121,9 @@ class ModelConfig:
 def _refuse_other_models(raw: dict[str, Any], where: Path) -> None:
     model_type = raw.get("model_type")
     if model_type != "deepseek_v4" or "text_config" in raw:
+        nested = " with a nested text_config (V4.1)" if "text_config" in raw else ""
         raise CheckpointError(
-            f"{where}: model_type is {model_type!r}; this project serves 'deepseek_v4' (V4-Flash) only"
+            f"{where}: model_type is {model_type!r}{nested}; this project serves 'deepseek_v4' (V4-Flash) only"
         )
     if raw.get("vision_n_layers"):
         raise CheckpointError(

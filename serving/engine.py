@@ -25,6 +25,7 @@ from serving.scheduler import Scheduler
 
 log = logging.getLogger("dsv4.engine")
 
+PROGRESS_STEPS = 500
 StepOutputs = Sequence[Sequence[dict[str, Array]]]
 
 
@@ -260,6 +261,8 @@ class Engine:
         results = [builder.result(part, work, out) for builder, part, work, out in parts]
         with self._wake:
             events = self._scheduler.commit(step.plan, results)
+        if self.num_speculative_tokens and self.steps % PROGRESS_STEPS == 0:
+            self._log_progress()
         self.steps += 1
         details: dict[str, RowDetails] = {}
         for (builder, _, work, out), special in zip(parts, step.special, strict=True):
@@ -303,7 +306,7 @@ class Engine:
                 del self._streams[request.request_id]
                 self._special -= stream.is_special
                 self._reports.append((request.request_id, request.prefix_report))
-                self._count(request.speculation)
+                self._count(request.request_id, request.speculation)
             drafted = event.drafted
             output = EngineOutput(
                 token_ids=event.tokens,
@@ -321,7 +324,22 @@ class Engine:
             except RuntimeError:  # the caller's loop has closed: nobody is left to tell
                 log.debug("%d outputs had no listener", len(outputs))
 
-    def _count(self, one: Speculation) -> None:
+    def _log_progress(self) -> None:
+        """One line at the first verify step and every PROGRESS_STEPS steps: sums over finished requests."""
+        t = self._totals
+        log.info(
+            "DSpark speculation progress: requests=%d verifies=%d proposed=%d accepted=%d mean_len=%.2f fallbacks=%d",
+            len(self._streams), t.verify_steps, t.proposed, t.accepted, t.mean_accepted_length, t.fallback_steps,
+        )  # fmt: skip
+
+    def _count(self, request_id: str, one: Speculation) -> None:
+        if one.verify_steps:
+            log.info(
+                "DSpark speculation finished: request=%s verifies=%d proposed=%d accepted=%d mean_len=%.2f fallbacks=%d "
+                "per_position=%s",
+                request_id, one.verify_steps, one.proposed, one.accepted, one.mean_accepted_length, one.fallback_steps,
+                one.accepted_per_position,
+            )  # fmt: skip
         total = self._totals
         for position, count in enumerate(one.accepted_per_position):
             if position == len(total.accepted_per_position):
