@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dsv4.errors import Dsv4Error, EngineError
+from dsv4.model.choose import TOP
 from serving.batches import Array, BatchBuilder, RowDetails, RowExtras, StepWork
 from serving.plan import RequestEvent, ScheduledRequest, StepPlan
 from serving.protocol import EngineStats
@@ -96,6 +97,7 @@ class Engine:
         self.bos_token_id = bos_token_id
         self.eos_token_id = eos_token_id
         self.num_speculative_tokens = num_speculative_tokens
+        self.max_logprobs: int | None = min(TOP, vocab_size)
         self._scheduler = scheduler
         self._builders = builders
         self._executor = executor
