@@ -1,5 +1,8 @@
 """The training op set computes what the plain one defines, values and gradients."""
 
+from itertools import pairwise
+from xml.etree import ElementTree
+
 import pytest
 import torch
 
@@ -13,9 +16,12 @@ from dsv4.model.target import backbone
 from dsv4.ops import plain
 from dsv4.ops.table import PLAIN
 from tests.support.models import memory_params, tiny_config, tiny_weights
+from tools.training.drafter import draft_losses
 from tools.training.forward import Sequences
 from tools.training.functions import RoundInt8, SinkAttention, Sinkhorn
-from tools.training.weights import make_params, round_fp8, round_mxfp4
+from tools.training.plot import Curve, svg
+from tools.training.training import learning_rate
+from tools.training.weights import hash_table, make_params, round_fp8, round_mxfp4
 
 
 @pytest.fixture(scope="module")
@@ -117,3 +123,41 @@ def test_simulated_rounding_is_that_of_the_formats():
     torch.testing.assert_close(round_mxfp4(w), decode_mxfp4(codes, decode_e8m0(scale, "w")), atol=0, rtol=0)
     q, back = plain.quantise(w)
     torch.testing.assert_close(RoundInt8.apply(w), q.float() * back)
+
+
+def test_draft_losses_are_zero_for_the_target_itself_and_count_leading_agreement():
+    rng = torch.Generator().manual_seed(5)
+    target = torch.randn(3, 7, 50, generator=rng)
+    labels = target.argmax(-1)
+    same = draft_losses(target, torch.full((3, 7), 9.0), target, labels, 4.0)
+    assert same["tv"] == pytest.approx(0, abs=1e-5)
+    assert same["chain"] == 8
+    wrong = target.clone()
+    wrong[:, 2, labels[:, 2] * 0] += 100  # token 0 at the third row
+    expected = [1 + 2 if label else 1 + 7 for label in labels[:, 2].tolist()]
+    figures = draft_losses(wrong, torch.zeros(3, 7), target, labels, 4.0)
+    assert figures["chain"] == pytest.approx(sum(expected) / 3)
+    assert figures["tv"] > 0
+
+
+def test_hash_tables_share_the_load():
+    cfg = tiny_config(vocab_size=400)
+    counts = 1e6 / torch.arange(1, 401).double() ** 1.1
+    table = hash_table(cfg, counts, torch.Generator().manual_seed(6))
+    assert all(len(set(row)) == cfg.num_experts_per_tok for row in table.tolist())
+    load = torch.zeros(cfg.n_routed_experts, dtype=torch.float64).index_add_(0, table[:, 0], counts)
+    load.index_add_(0, table[:, 1], counts)
+    assert load.max() / load.mean() < 1.5
+
+
+def test_the_level_part_of_the_schedule_does_not_depend_on_the_end():
+    early = [learning_rate(step, 1000, 100, 0.6) for step in range(1000)]
+    assert early[:600] == [learning_rate(step, 2000, 100, 0.6) for step in range(600)]
+    assert early[99] == early[600] == 1.0 and 0 < early[999] < 0.01
+    assert all(a >= b for a, b in pairwise(early[100:]))
+
+
+def test_curves_become_valid_svg():
+    picture = svg([("a < b", "step", [Curve(name="x", points=[(0, 3.0), (10, 1.5), (20, 1.25)])])] * 2)
+    root = ElementTree.fromstring(picture)
+    assert len(root.findall("{http://www.w3.org/2000/svg}polyline")) == 2

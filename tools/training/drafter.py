@@ -13,6 +13,7 @@ from dsv4.config import ModelConfig
 from dsv4.params import Drafter, Params
 from tools.training.corpus import Corpus, windows
 from tools.training.forward import Sequences
+from tools.training.functions import compiled
 from tools.training.settings import DRAFTS, Recipe
 from tools.training.target import balance, imbalance
 from tools.training.training import Trainer
@@ -27,22 +28,29 @@ def markov_logits(p: Drafter, h: Tensor, base: Tensor, before: Tensor) -> tuple[
     return base + bias.view_as(base), confidence.view(base.shape[:2])
 
 
+@compiled
+def _row_losses(logits: Tensor, target: Tensor, labels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Per row: cross entropy, L1 distance of the two distributions, and whether their greedy tokens agree."""
+    logp = logits - logits.logsumexp(-1, keepdim=True)
+    hit = torch.arange(logits.shape[-1]) == labels.unsqueeze(-1)
+    distance = (logp.exp() - target.softmax(-1)).abs().sum(-1)
+    return -(logp * hit).sum(-1), distance, logits.argmax(-1) == target.argmax(-1)
+
+
 def draft_losses(logits: Tensor, confidence: Tensor, target: Tensor, labels: Tensor, gamma: float) -> dict[str, Tensor]:
     """Weighted losses over rows [R, k] of draft logits [R, k, V] against the target's logits and the next tokens.
 
-    `agree` is the share of rows, by position, whose greedy draft is the target's greedy token.
+    `chain`: tokens per verify step if every draft saw the true token before it: one, and the leading rows whose greedy token
+    is the target's.
     """
     weight = torch.exp(-torch.arange(logits.shape[1]) / gamma)
-    weight = (weight / (weight.sum() * logits.shape[0])).expand(logits.shape[:2])
-    logp = logits.log_softmax(-1)
-    ce = -logp.gather(2, labels.unsqueeze(2)).squeeze(2)
-    distance = (logp.exp() - target.softmax(-1)).abs().sum(-1)
+    weight = weight / (weight.sum() * logits.shape[0])
+    ce, distance, agree = _row_losses(logits, target, labels)
     accept = 1 - 0.5 * distance.detach()
     bce = F.binary_cross_entropy_with_logits(confidence, accept, reduction="none")
-    agree = (logits.detach().argmax(-1) == target.argmax(-1)).float()
     return {
         "ce": (weight * ce).sum(), "tv": (weight * distance).sum(), "confidence": (weight * bce).sum(),
-        "chain": agree.cumprod(1).sum(1).mean() + 1,
+        "chain": agree.float().cumprod(1).sum(1).mean() + 1,
     }  # fmt: skip
 
 

@@ -1,0 +1,89 @@
+"""The model card: written from the recipe, the training history and measured figures, never by hand."""
+
+from typing import Any
+
+from tools.training.plot import Curve, svg
+
+
+def loss_plot(target: list[dict[str, float]], drafter: list[dict[str, float]]) -> str:
+    """SVG: the target's loss in nats per token, and the drafter's expected tokens per step on its training batches."""
+
+    def curve(name: str, history: list[dict[str, float]], key: str) -> Curve:
+        return Curve(name=name, points=[(line["step"], line[key]) for line in history if key in line])
+
+    return svg(
+        [
+            ("Target: loss, nats per token", "step",
+             [curve("training text", target, "text"), curve("held-out text", target, "held_out")]),
+            ("Drafter: tokens per verify step, teacher forced", "step", [curve("training batches", drafter, "chain")]),
+        ]
+    )  # fmt: skip
+
+
+def _acceptance(figures: dict[str, Any]) -> str:
+    shares = figures["accepted_per_position"]
+    head = "| draft position | " + " | ".join(str(i + 1) for i in range(len(shares))) + " |"
+    rule = "|---" * (len(shares) + 1) + "|"
+    return "\n".join([head, rule, "| accepted | " + " | ".join(f"{share:.3f}" for share in shares) + " |"])
+
+
+def card(recipe: dict[str, Any], files: dict[str, Any], corpus: dict[str, int], figures: dict[str, Any]) -> str:
+    """README.md of the checkpoint."""
+    loss = figures["loss"]
+    change = 100 * (loss["w8a8"] / loss["float32"] - 1)
+    samples = "\n\n".join(
+        f"```python\n{sample['prompt']}⟦{sample['completion']}⟧\n```" for sample in figures["samples"]
+    )
+    held = ", ".join(f"`{name}`" for name in files["held_out"])
+    return f"""# dsv4 demo: a small DeepSeek-V4-Flash with its DSpark drafter
+
+A toy that speaks: {figures["target_parameters"]:,} parameters of target, {figures["drafter_parameters"]:,} of draft stages, trained from
+random initialisation on a CPU. It has every part of the big one (SWA, CSA and HCA layers, hyper-connections, hash and
+learned routing over experts, an indexer, three draft stages with Markov and confidence heads) and is stored in the
+released format (FP8 tiles, MXFP4 experts). It knows nothing but the look of Python source. **It contains no DeepSeek weights.**
+
+## Figures
+
+Measured by `python -m tools.eval_demo` on held-out files, greedy, W8A8, through the serving engine.
+
+| | |
+|---|---|
+| loss, float32 (decoded checkpoint) | {loss["float32"]:.4f} nats per token |
+| loss, W8A8 | {loss["w8a8"]:.4f} ({change:+.2f} %) |
+| bits per byte, W8A8 | {loss["bits_per_byte"]:.3f} |
+| held-out tokens scored | {loss["tokens"]:,} |
+| mean accepted length at K=7 | **{figures["mean_accepted_length"]:.2f}** of 8 |
+| tokens generated, identical at K=0 and K=7 | {figures["identical_tokens"]:,} of {figures["generated_tokens"]:,} |
+| prompts | {figures["prompts"]}, {figures["prompt_tokens"][0]} to {figures["prompt_tokens"][1]} tokens, at most {figures["max_tokens"]} new ones |
+
+Share of verify steps that accepted at least so many drafts:
+
+{_acceptance(figures)}
+
+Greedy text of so small a model repeats itself, and repetition is easy to draft: the figure says that the mechanism works, not what
+the big drafter reaches. {figures["repeated_share"]:.0%} of the generated tokens end a run of 16 that the same answer had before.
+
+![training curves](training.svg)
+
+## Samples
+
+Held-out prompts (their last lines), and what follows between ⟦ and ⟧.
+
+{samples}
+
+## Data and licence
+
+Source files of the standard library of CPython {files["python"]} (Copyright Python Software Foundation, PSF License Version 2), without
+test suites, code page tables and generated text: {len(files["train"])} files, {corpus["train_bytes"]:,} bytes to train on, {len(files["held_out"])} files,
+{corpus["held_out_bytes"]:,} bytes held out, split by file name. The weights may be used as the rest of this project.
+
+## Training
+
+`python -m tools.train_demo WORK --out OUT`, seed {recipe["seed"]}.
+Target: {recipe["target_steps"]} steps of {recipe["target_rows"] * recipe["target_length"]:,} tokens, AdamW, peak rate {recipe["target_lr"]}; the last
+{100 - 100 * recipe["plain_fraction"]:.0f} % on {recipe["long_length"]} tokens with FP8, MXFP4 and int8 rounding simulated and the indexer selecting.
+Drafter: {recipe["drafter_steps"]} steps of {recipe["drafter_rows"]} x {recipe["anchors"]} blocks of seven rows,
+{100 - 100 * recipe["corpus_fraction"]:.0f} % of them on {recipe["rollouts"]:,} greedy continuations of training text by the W8A8 target.
+
+Held-out files: {held}.
+"""
