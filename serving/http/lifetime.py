@@ -41,9 +41,12 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
+_COMPACT = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
+
+
 def encode_json(value: Any) -> bytes:
     """Compact UTF-8 JSON."""
-    return json.dumps(value, ensure_ascii=False, separators=(",", ":")).encode()
+    return _COMPACT.encode(value).encode()
 
 
 class JsonResponse(Response):

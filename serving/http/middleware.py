@@ -29,6 +29,7 @@ access_logger = logging.getLogger("dsv4.access")
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET = {"/health", "/metrics", "/metrics/json"}
 _OPEN = {"/", "/health"}
+_PATIENCE = 8  # times the allowed size that is read of a body that is too large
 
 
 class AccessLog:
@@ -106,7 +107,11 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Refuses bodies above a size, by their declared length or as soon as too much has come, and bodies that dawdle."""
+    """Refuses bodies above a size, and bodies that dawdle.
+
+    What is too much is still read, up to a bound, and thrown away: a client that is cut off while it sends never sees
+    the answer. One that asked first (`Expect: 100-continue`) is answered at once.
+    """
 
     def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
         self._app = app
@@ -116,15 +121,16 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        declared = Headers(scope=scope).get("content-length", "0")
+        headers = Headers(scope=scope)
+        declared = headers.get("content-length", "0")
         try:
-            if declared.isdecimal() and int(declared) > self._max_bytes:
+            if "expect" in headers and declared.isdecimal() and int(declared) > self._max_bytes:
                 raise self._too_large()
             body = await self._read(receive)
         except RequestError as error:
-            status, content, headers = describe(error)
-            # The rest of the body is not read, so the connection cannot be used again.
-            return await ErrorResponse(content, status, {**headers, "Connection": "close"})(scope, receive, send)
+            status, content, extra = describe(error)
+            # Some of the body may be unread, so the connection cannot be used again.
+            return await ErrorResponse(content, status, {**extra, "Connection": "close"})(scope, receive, send)
         except ClientGoneError:
             return
         whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
@@ -139,20 +145,23 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes:
-        body = bytearray()
+        body, size = bytearray(), 0
         try:
             async with asyncio.timeout(self._timeout_s):
-                while True:
+                while size <= _PATIENCE * self._max_bytes:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
-                    body += message.get("body", b"")
-                    if len(body) > self._max_bytes:
-                        raise self._too_large()
+                    size += len(message.get("body", b""))
+                    if size <= self._max_bytes:
+                        body += message.get("body", b"")
                     if not message.get("more_body"):
-                        return bytes(body)
+                        break
         except TimeoutError:
             raise SlowBodyError(f"the body did not arrive within {self._timeout_s:g} s") from None
+        if size > self._max_bytes:
+            raise self._too_large()
+        return bytes(body)
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"the body is larger than the {self._max_bytes} bytes this server accepts")

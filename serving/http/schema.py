@@ -116,6 +116,8 @@ class SamplingBody(Body):
     metadata: dict[str, Any] | None = None
     store: bool | None = None
     service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
 
     # The only values under which a field that this server does not implement changes nothing.
     _NEUTRAL: ClassVar[dict[str, Any]] = {

@@ -150,6 +150,16 @@ def test_body_limit_by_header_and_by_count(toy_server):
     assert client.get("/health").status_code == 200
 
 
+def test_ten_megabytes_too_much_are_answered(toy_server):
+    client = toy_server(ToyEngine(), max_body_bytes=2**20)
+    headers = {"Content-Type": "application/json"}
+    response = client.post("/v1/completions", content=b"x" * (8 * 2**20), headers=headers)
+    assert response.status_code == 413
+    asked = client.post("/v1/completions", content=b"x" * 2**21, headers=headers | {"Expect": "100-continue"})
+    assert asked.status_code == 413
+    assert client.get("/health").status_code == 200
+
+
 def test_api_keys(toy_server):
     client = toy_server(ToyEngine(), api_keys=("alpha", "beta"))
     assert client.get("/health").status_code == 200
