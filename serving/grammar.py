@@ -21,8 +21,8 @@ from serving.tokenizer import DSML, END_THINK, Tokenizer
 if TYPE_CHECKING:
     import llguidance
 
-# Free JSON may be laid out, but a model must not be able to fill its budget with blanks.
-_JSON = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,40}"}
+# Free JSON may be on one line or laid out, but a model must not be able to fill its budget with blanks.
+_JSON = {"whitespace_pattern": r"( |\n[ \t]{0,40})"}
 _MAX_SCHEMA_CHARS = 65_536
 
 

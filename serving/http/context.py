@@ -54,7 +54,7 @@ class Server:
 
     def check_logprobs(self, asked: int | None, param: str) -> int | None:
         """The number of alternatives asked for. Raises RequestError where the engine has fewer, or none at all."""
-        most = getattr(self.engine, "max_logprobs", None)
+        most = self.engine.max_logprobs
         if asked is not None and (most is None or asked > most):
             offer = "none" if most is None else f"at most {most}"
             raise RequestError(f"{param}: this engine returns {offer}", param=param, code="unsupported_value")

@@ -123,7 +123,8 @@ def test_json_formats():
     grammar = COMPILER.json_schema(schema, thinking=False)
     assert legal(grammar, '{"a": 1}') and legal(grammar, '{\n  "a": 1\n}')
     assert not legal(grammar, '{"a": "1"}') and not legal(grammar, '{"b": 1}') and not legal(grammar, '{"a": 1} x')
-    assert not legal(grammar, '{"a":' + " " * 200 + "1}")
+    for blanks in ("  ", " " * 50, "\n\n", "\n" + " " * 50):
+        assert not legal(grammar, '{"a":' + blanks + "1}")
     anything = COMPILER.json_object(thinking=True)
     assert legal(anything, 'hm</think>{"é": [null, {"b": "👍"}]}')
     assert not legal(anything, "hm</think>[]") and not legal(anything, '{"a": 1}')
