@@ -7,12 +7,16 @@ written for one rank on local shapes.
 
 from dataclasses import dataclass
 
-from dsv4.config import ModelConfig
+from dsv4.config import ModelConfig, ParallelConfig
+from dsv4.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mesh:
-    """One rank's view. `tp_group` and `ep_group` are process-group names, unused at size 1."""
+    """One rank's view. `tp_group` and `ep_group` are process-group names, None at size 1.
+
+    ops_exchange: the op set's `moe` moves rows between EP ranks by itself (NPU dispatch and combine); else rows are gathered.
+    """
 
     dp: int = 1
     tp: int = 1
@@ -20,6 +24,7 @@ class Mesh:
     rank: int = 0
     tp_group: str | None = None
     ep_group: str | None = None
+    ops_exchange: bool = False
 
     @property
     def tp_rank(self) -> int:
@@ -47,3 +52,21 @@ class Mesh:
 
 
 SINGLE = Mesh()
+
+
+def join(parallel: ParallelConfig, *, ops_exchange: bool = False) -> Mesh:
+    """This process's mesh, from an initialised torch.distributed world of `parallel.ep` ranks.
+
+    Every rank makes every TP group, in the same order, as torch.distributed demands. Raises ConfigError for a world of
+    another size.
+    """
+    import torch.distributed as dist
+
+    world, rank = dist.get_world_size(), dist.get_rank()
+    if world != parallel.ep:
+        raise ConfigError(f"--ep {parallel.ep} needs {parallel.ep} ranks, the process group has {world}")
+    groups = [dist.new_group(list(range(i, i + parallel.tp))) for i in range(0, world, parallel.tp)]
+    tp_group = groups[rank // parallel.tp].group_name if parallel.tp > 1 else None
+    ep_group = dist.group.WORLD.group_name if parallel.ep > 1 else None
+    return Mesh(dp=parallel.dp, tp=parallel.tp, ep=parallel.ep, rank=rank, tp_group=tp_group, ep_group=ep_group,
+                ops_exchange=ops_exchange and parallel.ep > 1)  # fmt: skip

@@ -8,6 +8,7 @@ from dsv4.cache import Cache
 from dsv4.drafter.stages import Block, run_block
 from dsv4.model.context import Env
 from dsv4.model.layer import logits
+from dsv4.ops.collectives import all_columns
 from dsv4.params import Drafter, Params
 
 
@@ -24,6 +25,7 @@ def block_logits(
     )
     streams = run_block(env, p, params.target.embed, cache, at)
     h, base = logits(env, p.hc_head, p.norm, params.target.head, streams)
+    base = all_columns(base, env.mesh)  # here and not in the chain: one exchange a step, not one a draft
     return h, base.unflatten(0, (-1, k))
 
 

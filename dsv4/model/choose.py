@@ -6,7 +6,7 @@ from torch import Tensor
 from dsv4.batch import Extras, Scores
 from dsv4.model.context import Env
 from dsv4.model.layer import logits
-from dsv4.ops.collectives import global_argmax
+from dsv4.ops.collectives import all_columns, global_argmax
 from dsv4.params import Params
 
 TOP = 20
@@ -33,5 +33,6 @@ def choose(env: Env, params: Params, streams: Tensor, extras: Extras | None) -> 
     _, scores = logits(env, target.hc_head, target.norm, target.head, streams)
     if extras is None:
         return global_argmax(env.ops, scores, env.mesh), None
+    scores = all_columns(scores, env.mesh)
     tokens = env.ops.argmax(allowed(scores, extras.mask))
     return tokens, log_probabilities(scores, tokens)
