@@ -214,7 +214,7 @@ INLINE vec log1p(vec x) {
 
 // ---- threads and scratch ------------------------------------------------------------------------------------------------
 
-constexpr double FORK_COST = 12000;  // vector operations that pay for one more thread
+constexpr double FORK_COST = 20000;  // vector operations that pay for one more thread
 
 INLINE void relax() {
 #if defined(__x86_64__)
@@ -905,22 +905,28 @@ std::pair<uint32_t, i64> kth_greatest(const uint32_t* keys, i64 n, i64 k) {
     return {prefix, above};
 }
 
-// `scores` of LANES keys against heads x d queries: sum over heads of weight * relu(dot * q_scale), heads in order.
-INLINE vec index_scores(const float* q, i64 heads, i64 d, const float* keys, const float* q_scale, const float* weights) {
-    constexpr int R = 8;
-    vec total = {};
+constexpr int GROUP = 2 * LANES;  // keys that are turned and scored together; divides a page
+
+// out[e] of GROUP keys: sum over heads, in order, of weight * relu(q . key * q_scale). Keys are turned: [d, GROUP].
+INLINE void index_scores(const float* q, i64 heads, i64 d, const float* keys, const float* q_scale, const float* weights, vec* out) {
+    constexpr int R = LANES == 16 ? 8 : 4;
+    out[0] = out[1] = vec{};
     for (i64 h = 0; h < heads; h += R) {
-        vec dot[R] = {};
+        vec dot[R][2] = {};
         const float* at[R];
         for (int r = 0; r < R; ++r) at[r] = q + std::min<i64>(h + r, heads - 1) * d;
         for (i64 i = 0; i < d; ++i) {
-            vec key = load(keys + i * LANES);
-            for (int r = 0; r < R; ++r) dot[r] = fma(splat(at[r][i]), key, dot[r]);
+            vec low = load(keys + i * GROUP), high = load(keys + i * GROUP + LANES);
+            for (int r = 0; r < R; ++r) {
+                vec x = splat(at[r][i]);
+                dot[r][0] = fma(x, low, dot[r][0]);
+                dot[r][1] = fma(x, high, dot[r][1]);
+            }
         }
         for (int r = 0; r < R; ++r)
-            if (h + r < heads) total += max(dot[r] * q_scale[h + r], vec{}) * weights[h + r];
+            if (h + r < heads)
+                for (int v = 0; v < 2; ++v) out[v] += max(dot[r][v] * q_scale[h + r], vec{}) * weights[h + r];
     }
-    return total;
 }
 
 // K: the type of keys. int8 products are summed in float32, which is exact for the d <= 1024 that `cpu_maths` allows.
@@ -946,7 +952,7 @@ template <class K> void index_topk(Args a) {
         SCRATCH(float, queries, count * heads * d);
         SCRATCH(float, weight, count * heads);
         SCRATCH(float, factor, count * heads);
-        SCRATCH(float, turned, (d + LANES) * LANES);
+        SCRATCH(float, turned, (d + LANES) * GROUP);
         for (i64 j = 0; j < count * heads; ++j) {
             i64 from = (t + j / heads) * ld + j % heads * ld_head;
             float* to = queries + j * d;
@@ -957,21 +963,26 @@ template <class K> void index_topk(Args a) {
             weight[j] = weights[(t + j / heads) * ld_weights + j % heads] * scale;
             factor[j] = q_scale ? q_scale[t * heads + j] : 1.0f;
         }
-        for (i64 e = begin; e < end; e += LANES) {
+        for (i64 e = begin; e < end; e += GROUP) {
             i64 first = entry_row(r, e);
-            for (i64 i = 0; i < d; i += LANES) {
-                vec block[LANES];
-                for (int j = 0; j < LANES; ++j) block[j] = load(keys + (first + j) * d + i, std::min<i64>(LANES, d - i));
-                transpose(block);
-                for (int j = 0; j < LANES; ++j) store(turned + (i + j) * LANES, block[j]);
-            }
+            for (i64 g = 0; g < GROUP; g += LANES)
+                for (i64 i = 0; i < d; i += LANES) {
+                    vec block[LANES];
+                    for (int j = 0; j < LANES; ++j)
+                        block[j] = load(keys + (first + g + j) * d + i, std::min<i64>(LANES, d - i));
+                    transpose(block);
+                    for (int j = 0; j < LANES; ++j) store(turned + (i + j) * GROUP + g, block[j]);
+                }
             for (i64 j = 0; j < count; ++j) {
                 i64 at = j * heads;
-                vec v = index_scores(queries + at * d, heads, d, turned, factor + at, weight + at);
-                if (key_scale) v *= load(key_scale + first);
-                ivec bits = (ivec)(v + 0.0f);  // -0 becomes 0: they tie
-                bits ^= bits >> 31 & 0x7fffffff;
-                store(reinterpret_cast<float*>(scores + j * entries + e), (vec)(bits ^ INT32_MIN));
+                vec found[2];
+                index_scores(queries + at * d, heads, d, turned, factor + at, weight + at, found);
+                for (int v = 0; v < 2; ++v) {
+                    vec value = key_scale ? found[v] * load(key_scale + first + v * LANES) : found[v];
+                    ivec bits = (ivec)(value + 0.0f);  // -0 becomes 0: they tie
+                    bits ^= bits >> 31 & 0x7fffffff;
+                    memcpy(scores + j * entries + e + v * LANES, &(bits ^= INT32_MIN), sizeof bits);
+                }
             }
         }
     };

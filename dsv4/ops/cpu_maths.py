@@ -190,6 +190,8 @@ def _fill_index(
 ) -> Launch:  # fmt: skip
     n, heads, d = q.shape
     int8 = keys.dtype == I8
+    if keys.shape[0] % PER_PAGE:
+        raise TypeError(f"CPU kernel: expected index keys in whole pages of {PER_PAGE}, got {keys.shape[0]} rows")
     if int8 and d > 1024:
         raise TypeError(f"CPU kernel: expected at most 1024 index channels (exact int8 sums), got {d}")
     return Launch(
