@@ -19,6 +19,7 @@
 #include <type_traits>
 #include <utility>
 
+#include <pthread.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #elif defined(__ARM_NEON)
@@ -225,7 +226,7 @@ INLINE void relax() {
 }
 
 // Helpers that take pieces of a job while its caller does the same. The caller never waits for a helper that has not begun, so
-// a machine that is busy elsewhere (or a forked process, which has no helpers) is slow but never stuck.
+// a busy machine does not hold it up (OpenMP's join does: it waits a time slice for a thread that has nothing to do).
 class Pool {
   public:
     using Body = void (*)(const void* context, i64 begin, i64 end);
@@ -243,7 +244,8 @@ class Pool {
         }
         work();
         state_.fetch_and(~OPEN);
-        for (int spins = 0; state_.load(std::memory_order_acquire) & INSIDE; ++spins) spins < 4000 ? relax() : std::this_thread::yield();
+        for (int spins = 0; state_.load(std::memory_order_acquire) & INSIDE; ++spins)
+            spins < 4000 ? relax() : std::this_thread::yield();
     }
 
   private:
@@ -257,20 +259,17 @@ class Pool {
 
     void help(uint64_t me) {
         uint64_t seen = 0;
-        auto waiting = [&] {
-            uint64_t state = state_.load();
-            return state >> 32 == seen || !(state & OPEN) || (state >> 16 & 0xffff) <= me;
-        };
+        auto wanted = [&](uint64_t state) { return state >> 32 != seen && state & OPEN && (state >> 16 & 0xffff) > me; };
         for (;;) {
-            for (int spins = 0; waiting() && spins < 2000; ++spins) relax();
-            if (waiting()) {
+            for (int spins = 0; !wanted(state_.load()) && spins < 2000; ++spins) relax();
+            if (!wanted(state_.load())) {
                 std::unique_lock<std::mutex> lock(sleep_);
                 ++sleepers_;
-                while (waiting()) wake_.wait(lock);
+                while (!wanted(state_.load())) wake_.wait(lock);
                 --sleepers_;
             }
             uint64_t state = state_.load();
-            if (waiting() || !state_.compare_exchange_strong(state, state + 1)) continue;
+            if (!wanted(state) || !state_.compare_exchange_strong(state, state + 1)) continue;
             seen = state >> 32;
             work();
             state_.fetch_sub(1, std::memory_order_release);
@@ -288,14 +287,17 @@ class Pool {
     i64 n_ = 0, step_ = 1;
 };
 
-Pool& pool = *new Pool;  // never destroyed: helpers may outlive everything else
+Pool* pool = [] {  // never destroyed: helpers may outlive everything else
+    pthread_atfork(nullptr, nullptr, [] { pool = new Pool; });  // a forked process has none of its parent's helpers
+    return new Pool;
+}();
 thread_local int thread_limit = 1;
 
 // body(begin, end) over 0..n in pieces; `cost` is that of one item, in vector operations.
 template <class F> void parallel(i64 n, double cost, const F& body) {
     int threads = int(std::min<double>(std::min<i64>(thread_limit, n), n * cost / FORK_COST));
     if (threads > 1)
-        pool.run(threads, n, std::max<i64>(1, n / (threads * 8)),
+        pool->run(threads, n, std::max<i64>(1, n / (threads * 8)),
                  [](const void* f, i64 begin, i64 end) { (*static_cast<const F*>(f))(begin, end); }, &body);
     else if (n > 0)
         body(i64(0), n);
@@ -542,7 +544,8 @@ INLINE void row_block(Rows<W> x, i64 rows, const W* const* w, i64 cols, i64 k, f
     }
 }
 
-template <class W> __attribute__((noinline)) void panel(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
+template <class W>
+__attribute__((noinline)) void panel(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 k, float* out, i64 ld) {
     for (i64 r = 0; r < n; r += 4) {
         i64 left = n - r;
         float* to = out + r * ld;
@@ -908,7 +911,8 @@ std::pair<uint32_t, i64> kth_greatest(const uint32_t* keys, i64 n, i64 k) {
 constexpr int GROUP = 2 * LANES;  // keys that are turned and scored together; divides a page
 
 // out[e] of GROUP keys: sum over heads, in order, of weight * relu(q . key * q_scale). Keys are turned: [d, GROUP].
-INLINE void index_scores(const float* q, i64 heads, i64 d, const float* keys, const float* q_scale, const float* weights, vec* out) {
+INLINE void index_scores(const float* q, i64 heads, i64 d, const float* keys, const float* q_scale, const float* weights,
+                         vec* out) {
     constexpr int R = LANES == 16 ? 8 : 4;
     out[0] = out[1] = vec{};
     for (i64 h = 0; h < heads; h += R) {
@@ -1009,7 +1013,8 @@ template <class K> void index_topk(Args a) {
     double cost = double(heads) * d / LANES;
     auto run = [=](i64 block, bool split) {
         SCRATCH(uint32_t, scores, size * entries);
-        i64 r = block / per_row, t = r * tokens + block % per_row * size, count = std::min(size, (r + 1) * tokens - t), most = 0;
+        i64 r = block / per_row, t = r * tokens + block % per_row * size;
+        i64 count = std::min(size, (r + 1) * tokens - t), most = 0;
         for (i64 j = 0; j < count; ++j) most = std::max(most, clamp(visible[t + j], 0, entries));
         i64 seen_pages = most > k ? (most + per_page - 1) / per_page : 0;
         auto some = [=](i64 begin, i64 end) { score(r, t, count, begin * per_page, end * per_page, scores); };

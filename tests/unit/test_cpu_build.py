@@ -175,7 +175,7 @@ raise SystemExit(os.waitpid(child, 0)[1])
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_a_forked_process_computes_without_helpers():
+def test_a_forked_process_computes_with_helpers_of_its_own():
     root = Path(cpu_build.__file__).parents[2]
     subprocess.run([sys.executable, "-c", FORK], check=True, cwd=root, timeout=60)
 
