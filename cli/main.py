@@ -2,6 +2,7 @@
 
 import typer
 
+from cli.bench import bench
 from cli.console import one_line_errors
 from cli.convert import check, convert
 from cli.generate import generate
@@ -15,5 +16,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, generate, convert, check, make_tiny):
+for command in (serve, generate, convert, check, make_tiny, bench):
     app.command()(one_line_errors(command))

@@ -1,6 +1,6 @@
 """What the HTTP edge costs: an engine with no work to do, a real server, real sockets.
 
-    python -m bench.http
+    python -m bench.http_edge
 
 *Pace*: 64 streams whose engine makes 50 tokens/s each; how much later than the engine the client has a chunk.
 *Saturation*: as many streams from an engine that never waits; tokens per second of the server's CPU time.

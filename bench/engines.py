@@ -1,0 +1,94 @@
+"""Engines for benchmarks: started in this process, driven request by request, with a drafter that is always right."""
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from bench.models import Model
+from serving.args import EngineArgs, resolve
+from serving.build import Started, start_engine
+from serving.request import SamplingParams
+from serving.worker import Worker
+
+
+@dataclass(frozen=True)
+class Timing:
+    """One batch of requests that began together: seconds to the first token and to the last (of all), and the tokens."""
+
+    first_s: float
+    total_s: float
+    tokens: list[list[int]]
+
+    @property
+    def decode_rate(self) -> float:
+        """Tokens per second after the first token of each request."""
+        return sum(len(t) - 1 for t in self.tokens) / (self.total_s - self.first_s)
+
+
+class BenchEngine:
+    """An engine over one form of a model. Prefix caching is off unless asked for: every prompt is computed."""
+
+    def __init__(self, model: Model, dtype: torch.dtype | None, k: int, threads: int, **flags) -> None:
+        flags = {"max_num_seqs": 8, "max_model_len": model.max_positions, "enable_prefix_caching": False} | flags
+        args = EngineArgs(model="bench", threads=threads, num_speculative_tokens=k, **flags)
+        self.k = k
+        self.started: Started = start_engine(
+            model.cfg, model.params(dtype, k), resolve(args, model.cfg, "cpu"), "bench"
+        )
+        self._requests = 0
+
+    def run(self, prompts: Sequence[Sequence[int]], count: int) -> Timing:
+        """`count` tokens after each prompt, EOS ignored."""
+        params = SamplingParams(max_tokens=count, ignore_eos=True)
+
+        async def one(prompt: Sequence[int], firsts: list[float]) -> list[int]:
+            self._requests += 1
+            tokens: list[int] = []
+            async for output in self.started.engine.submit(f"bench-{self._requests}", prompt, params):
+                if not tokens:
+                    firsts.append(time.perf_counter())
+                tokens += output.token_ids
+                if output.error:
+                    raise RuntimeError(output.error)
+            return tokens
+
+        async def everyone() -> Timing:
+            firsts: list[float] = []
+            began = time.perf_counter()
+            tokens = await asyncio.gather(*(one(prompt, firsts) for prompt in prompts))
+            return Timing(max(firsts) - began, time.perf_counter() - began, tokens)
+
+        return asyncio.run(everyone())
+
+    def close(self) -> None:
+        self.started.engine.close()
+
+
+def always_right(worker: Worker, known: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+    """Makes every draft right: after the drafter has run, its drafts give way to the known continuation of the prompt.
+
+    known: prompts of at most one prefill tile, with what K=0 answers. The drafter's cost stays in the figures.
+    """
+    sequences: dict[int, torch.Tensor] = {}
+    replay, state = worker._replay, worker.state
+    k = state.drafts.shape[1]
+
+    def forced(launch):
+        out = replay(launch)
+        if launch.shape.kind == "prefill":
+            for slot, ids, length in zip(*(launch.arrays[n] for n in ("final", "ids", "length")), strict=True):
+                prompt = tuple(ids[:length].tolist())
+                if prompt in known:
+                    tail = [0] * (k + 1)
+                    sequences[int(slot)] = torch.tensor([*prompt, *known[prompt], *tail], dtype=torch.int32)
+        else:
+            for slot in launch.arrays["slots"][: launch.live].tolist():
+                after = int(state.position[slot]) + 1
+                if slot in sequences and after + k <= len(sequences[slot]):
+                    state.drafts[slot] = sequences[slot][after : after + k]
+        return out
+
+    worker._replay = forced
