@@ -69,7 +69,7 @@ INLINE vec splat(float x) { return vec{} + x; }
 INLINE vec fma(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
     return _mm512_fmadd_ps(a, b, c);
-#elif defined(__FMA__)
+#elif defined(__AVX2__) && defined(__FMA__)
     return _mm256_fmadd_ps(a, b, c);
 #elif defined(__ARM_NEON)
     return vfmaq_f32(c, a, b);
