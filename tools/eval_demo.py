@@ -18,6 +18,8 @@ from torch.nn import functional as F
 import dsv4
 from dsv4.checkpoint.files import write_atomic
 from dsv4.checkpoint.manifest import weights
+from dsv4.config import ModelConfig
+from dsv4.params import Params
 from serving.request import Speculation
 from tools.training.card import card, loss_plot
 from tools.training.corpus import Corpus, load_corpus, stretches
@@ -25,26 +27,32 @@ from tools.training.export import write_w8a8
 from tools.training.generate import Continuation, continuations
 from tools.training.rollouts import prompts_of
 from tools.training.settings import DRAFTS, Recipe
+from tools.training.weights import make_params
 
 LENGTH, SEQUENCES = 512, 128
 PROMPTS, SHORTEST, LONGEST, MAX_TOKENS = 64, 32, 256, 256
 SAMPLES, SAMPLE_LINES, SAMPLE_TOKENS = 4, 6, 80
 
 
-def loss(path: Path, dtype: torch.dtype | None, ids: Tensor) -> float:
-    """Mean next-token loss in nats over rows [n, S] of a checkpoint, by the serving prefill."""
-    cfg = dsv4.load_config(path)
-    params = dsv4.load_params(path, cfg, dtype, max_positions=ids.shape[1], drafter=False)
+def loss(cfg: ModelConfig, params: Params, ids: Tensor) -> float:
+    """Mean next-token loss in nats over rows [n, S], by the serving prefill."""
     losses = [F.cross_entropy(dsv4.forward(cfg, params, row).logits[:-1], row[1:].long()) for row in ids]
     return torch.stack(losses).mean().item()
 
 
-def losses(source: Path, w8a8: Path, corpus: Corpus) -> dict[str, Any]:
+def losses(source: Path, w8a8: Path, trained: dict[str, Tensor], corpus: Corpus) -> dict[str, Any]:
+    """Of the weights as trained (float32), as the source checkpoint rounds them (decoded to float32), and of W8A8."""
     ids = stretches(corpus.held_out, LENGTH)
     ids = ids[torch.linspace(0, len(ids) - 1, min(SEQUENCES, len(ids))).long()]  # spread over all held-out files
-    found = {"float32": loss(source, torch.float32, ids), "w8a8": loss(w8a8, None, ids), "tokens": ids.numel()}
+    cfg = dsv4.load_config(source)
+    forms = {
+        "trained": make_params(cfg, trained, LENGTH, quantised=False, drafter=False),
+        "float32": dsv4.load_params(source, cfg, torch.float32, max_positions=LENGTH, drafter=False),
+        "w8a8": dsv4.load_params(w8a8, dsv4.load_config(w8a8), max_positions=LENGTH, drafter=False),
+    }
+    found = {name: loss(cfg, params, ids) for name, params in forms.items()}
     per_byte = len(corpus.held_out) / corpus.held_out_bytes / math.log(2)
-    return found | {"bits_per_byte": found["w8a8"] * per_byte}
+    return found | {"tokens": ids.numel(), "bits_per_byte": found["w8a8"] * per_byte}
 
 
 def total(answers: list[Continuation]) -> Speculation:
@@ -107,9 +115,10 @@ def main() -> None:
     corpus, tokenizer = load_corpus(args.work, cfg.vocab_size, cfg.eos_token_id, recipe.held_out, recipe.seed)
     w8a8 = args.work / "w8a8"
     write_w8a8(args.checkpoint, w8a8)
+    trained = torch.load(args.work / "target.pt", weights_only=True)["named"]
     sizes = {draft: sum(math.prod(w.shape) for w in weights(cfg) if w.is_draft == draft) for draft in (False, True)}
     figures = {"target_parameters": sizes[False], "drafter_parameters": sizes[True]}
-    figures |= {"loss": losses(args.checkpoint, w8a8, corpus)}
+    figures |= {"loss": losses(args.checkpoint, w8a8, trained, corpus)}
     figures |= generation(w8a8, corpus, tokenizer, recipe.seed + 3, args.threads)
     write_atomic(args.work / "figures.json", json.dumps(figures, indent=2, ensure_ascii=False))
     histories = {name: json.loads((args.work / f"{name}.json").read_text()) for name in ("target", "drafter")}

@@ -30,7 +30,7 @@ def _acceptance(figures: dict[str, Any]) -> str:
 def card(recipe: dict[str, Any], files: dict[str, Any], corpus: dict[str, int], figures: dict[str, Any]) -> str:
     """README.md of the checkpoint."""
     loss = figures["loss"]
-    change = 100 * (loss["w8a8"] / loss["float32"] - 1)
+    change = {form: f"{100 * (loss[form] / loss['trained'] - 1):+.2f} %" for form in ("float32", "w8a8")}
     samples = "\n\n".join(
         f"```python\n{sample['prompt']}⟦{sample['completion']}⟧\n```" for sample in figures["samples"]
     )
@@ -48,8 +48,9 @@ Measured by `python -m tools.eval_demo` on held-out files, greedy, W8A8, through
 
 | | |
 |---|---|
-| loss, float32 (decoded checkpoint) | {loss["float32"]:.4f} nats per token |
-| loss, W8A8 | {loss["w8a8"]:.4f} ({change:+.2f} %) |
+| loss, float32 as trained | {loss["trained"]:.4f} nats per token |
+| loss, this checkpoint decoded to float32 | {loss["float32"]:.4f} ({change["float32"]}) |
+| loss, W8A8 | {loss["w8a8"]:.4f} ({change["w8a8"]}) |
 | bits per byte, W8A8 | {loss["bits_per_byte"]:.3f} |
 | held-out tokens scored | {loss["tokens"]:,} |
 | mean accepted length at K=7 | **{figures["mean_accepted_length"]:.2f}** of 8 |

@@ -29,7 +29,8 @@ def _panel(title: str, x_name: str, curves: Sequence[Curve], x0: int) -> str:
     xs = [x for c in curves for x, _ in c.points]
     ys = sorted(y for c in curves for _, y in c.points)
     low, high = ys[0], ys[min(len(ys) - 1, int(len(ys) * 0.99))]  # the first steps would flatten the rest
-    low, high = low - 0.05 * (high - low), high + 0.05 * (high - low)
+    margin = 0.05 * (high - low) or 1.0
+    low, high = low - margin, high + margin
     x_max = max(xs)
 
     def at(x: float, y: float) -> tuple[float, float]:

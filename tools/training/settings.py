@@ -32,21 +32,21 @@ class Recipe:
     """
 
     seed: int = 0
-    target_steps: int = 4000
+    target_steps: int = 2200
     target_rows: int = 8
     target_length: int = 256
     long_length: int = 512
-    plain_fraction: float = 0.6
+    plain_fraction: float = 0.7
     target_lr: float = 3e-3
     index_weight: float = 0.05
     bias_speed: float = 2e-3
     warmup_steps: int = 100
     weight_decay: float = 0.05
-    drafter_steps: int = 1500
+    drafter_steps: int = 1200
     drafter_rows: int = 4
     anchors: int = 48
     drafter_lr: float = 3e-3
-    corpus_fraction: float = 0.3
+    corpus_fraction: float = 0.25
     gamma: float = 4.0
     drafter_level: float = 0.5
     rollouts: int = 2048
