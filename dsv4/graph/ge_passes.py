@@ -20,9 +20,15 @@ _VIEWS = {aten.view.default, aten._unsafe_view.default, aten.reshape.default, at
 
 
 def simplify_fx(gm: GraphModule) -> None:
-    """Passes over a functional FX graph, in place: masks, rope tables and addresses are made once, not per layer."""
+    """Passes over a functional FX graph, in place. Masks, rope tables and addresses are made once, not per layer."""
     from torch._functorch.compile_utils import fx_graph_cse
 
+    for node in gm.graph.find_nodes(
+        op="call_function", target=torch.ops._c10d_functional._wrap_tensor_autograd.default
+    ):
+        node.replace_all_uses_with(
+            node.args[0]
+        )  # marks a collective's result for autograd; torchair has no rule for it
     drop_round_trips(gm)
     merge_views(gm)
     gm.graph = fx_graph_cse(gm.graph)

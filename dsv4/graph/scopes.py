@@ -9,7 +9,7 @@ from torch.fx import Graph, Node
 
 SCOPE = "dsv4_scope"
 _LAYER, _STAGE = "layer", "run_block"
-_SKIPPED = {"step", "backbone", "flat", "feed_forward", "exchange", "block", "<listcomp>", "<genexpr>", "<dictcomp>"}
+_SKIPPED = {"step", "backbone", "flat", "<listcomp>", "<genexpr>", "<dictcomp>"}
 
 
 def scopes(graph: Graph) -> dict[Node, tuple[str, ...]]:
