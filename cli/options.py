@@ -24,6 +24,7 @@ _HELP: dict[str, tuple[tuple[str, ...], str, str]] = {
     "ep": (("--expert-parallel-size",), "Expert-parallel ranks: all of them.", "Device"),
     "tp": (("--tensor-parallel-size",), "Tensor-parallel ranks per group.", "Device"),
     "threads": ((), "CPU threads per rank; default: cores / ranks.", "Device"),
+    "step_timeout": ((), "Seconds after which a step counts as hung: requests end, /health says so.", "Device"),
     "npu_memory_utilization": ((), "Share of device memory (of free host memory on the CPU) to use.", "Device"),
     "block_size": ((), "Tokens per kv page: 32.", "Cache"),
     "max_model_len": ((), "Prompt + output tokens of a request at most.", "Cache"),

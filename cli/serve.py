@@ -1,6 +1,7 @@
 """`dsv4 serve`: the OpenAI-compatible server."""
 
 import logging
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -8,7 +9,7 @@ from fastapi import FastAPI
 
 from cli.console import log_to_stderr, stage_progress
 from cli.options import takes_engine_args
-from dsv4.errors import PlatformError
+from dsv4.errors import ConfigError, PlatformError
 from serving.args import EngineArgs
 from serving.build import Built, build_engine
 from serving.grammar import Compiler
@@ -37,6 +38,19 @@ def serve(
     generate_config: Annotated[
         str | None, typer.Option(help="JSON: server defaults of request fields.", rich_help_panel="HTTP")
     ] = None,
+    request_timeout: Annotated[
+        float, typer.Option(help="Seconds after which a request is aborted.", rich_help_panel="HTTP")
+    ] = 3600.0,
+    max_body_bytes: Annotated[int, typer.Option(help="Largest request body.", rich_help_panel="HTTP")] = 16 * 2**20,
+    thinking: Annotated[
+        bool, typer.Option(help="Whether chat thinks when a request does not say.", rich_help_panel="HTTP")
+    ] = False,
+    profile: Annotated[
+        bool, typer.Option("--profile", help="Serve POST /start_profile and /stop_profile.", rich_help_panel="HTTP")
+    ] = False,
+    profile_output: Annotated[
+        Path | None, typer.Option(help="Folder of the traces; default ./profile_out.", rich_help_panel="HTTP")
+    ] = None,
     api_key: Annotated[
         list[str] | None, typer.Option(help="Keys that clients must send; repeatable.", rich_help_panel="HTTP")
     ] = None,
@@ -46,10 +60,16 @@ def serve(
 ) -> None:
     """Serves a model over HTTP."""
     log_to_stderr()
+    if profile_output is not None and not profile:
+        raise ConfigError("--profile-output needs --profile")
     settings = HttpSettings(
         defaults=GenerationDefaults.from_json(generate_config) if generate_config else GenerationDefaults(),
         api_keys=tuple(api_key or ()),
         cors_origins=tuple(cors_origin or ()),
+        request_timeout_s=request_timeout,
+        max_body_bytes=max_body_bytes,
+        thinking=thinking,
+        profile_output=(profile_output or Path("profile_out")) if profile else None,
     )
     with stage_progress("start") as progress:
         built = build_engine(args, progress)

@@ -54,6 +54,7 @@ class EngineArgs:
     ring_dep_pool: str | None = None
     use_compile_cache: bool = False
     threads: int | None = None
+    step_timeout: float = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +201,8 @@ def resolve(args: EngineArgs, cfg: ModelConfig, platform: Literal["cpu", "a2a3"]
         )
     if not 0 < args.npu_memory_utilization <= 1:
         raise ConfigError(f"--npu-memory-utilization is {args.npu_memory_utilization}, expected a share in (0, 1]")
+    if args.step_timeout <= 0:
+        raise ConfigError(f"--step-timeout is {args.step_timeout}, expected seconds above 0")
     for name in ("ring_heap", "ring_task_window", "ring_dep_pool"):
         _check_ring("--" + name.replace("_", "-"), getattr(args, name))
     if k:

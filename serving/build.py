@@ -174,6 +174,7 @@ def start_engine(
         bos_token_id=cfg.bos_token_id,
         eos_token_id=cfg.eos_token_id,
         num_speculative_tokens=settings.k,
+        step_deadline_s=args.step_timeout,
     )
     return Started(engine=engine, worker=worker, scheduler=scheduler, plan=plan, target=target)
 

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 from dsv4.errors import Dsv4Error, EngineError
@@ -38,6 +39,10 @@ class Executor(Protocol):
     def check(self) -> None:
         """Raises EngineError naming what is wrong with a worker."""
         ...
+
+    def start_profile(self, folder: Path) -> None: ...
+
+    def stop_profile(self) -> Path: ...
 
     def close(self) -> None: ...
 
@@ -186,6 +191,14 @@ class Engine:
     def why_missed(self, request_id: str) -> str | None:
         """The prefix cache's account of a recent request."""
         return next((report for known, report in reversed(self._reports) if known == request_id), None)
+
+    def start_profile(self, folder: Path) -> None:
+        """Begins a trace of the steps. Raises RequestError."""
+        self._executor.start_profile(folder)
+
+    def stop_profile(self) -> Path:
+        """Ends the trace; its file. Raises RequestError."""
+        return self._executor.stop_profile()
 
     def close(self) -> None:
         """Stops after the steps in flight; unfinished requests end as aborted."""

@@ -5,6 +5,7 @@ The edge owns text (tokenising, stop strings, chat, tools), the engine owns step
 
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from serving.request import EngineOutput, SamplingParams, Speculation
@@ -64,6 +65,14 @@ class EngineClient(Protocol):
 
     def why_missed(self, request_id: str) -> str | None:
         """Why the prefix cache gave this request less than its whole prompt; None where there is nothing to say."""
+        ...
+
+    def start_profile(self, folder: Path) -> None:
+        """Begins a trace of the steps in a folder. Raises RequestError if one is being taken."""
+        ...
+
+    def stop_profile(self) -> Path:
+        """Ends the trace and returns its file. Raises RequestError if none is being taken."""
         ...
 
 

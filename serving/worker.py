@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from dsv4.params import Params, act_dtype
 from dsv4.steps import STEPS
 from dsv4.tree import named_leaves
 from serving.batches import Array, Launch, StepWork
+from serving.profiler import StepProfiler
 
 Progress = Callable[[str, int, int], None]
 
@@ -81,6 +83,7 @@ class Worker:
     ) -> None:
         self.env = Env(cfg=cfg, ops=ops, mesh=mesh)
         self.params = params
+        self.profiler = StepProfiler()
         self.cache: Cache = make_cache(cfg, Pages(**pages), act_dtype(params), drafter=k > 0, device=device)
         self.state: RowState = make_row_state(slots, widths, k, device=device)
         self.programs = Programs(
@@ -119,7 +122,9 @@ class Worker:
         return arrays
 
     def _replay(self, launch: Launch) -> dict[str, Array]:
-        out, _, _ = self.programs[launch.shape](make_batch(launch.shape.kind, launch.arrays))
+        batch = make_batch(launch.shape.kind, launch.arrays)
+        with self.profiler.span(str(launch.shape)):
+            out, _, _ = self.programs[launch.shape](batch)
         return output_arrays(out)
 
     def execute(self, work: StepWork) -> list[dict[str, Array]]:
@@ -154,6 +159,14 @@ class LocalExecutor:
             outputs = [self.worker.execute(part) for part in work]
         self._began = None
         return outputs
+
+    def start_profile(self, folder: Path) -> None:
+        """Begins a trace of the worker's thread. Raises RequestError."""
+        self._pool.submit(self.worker.profiler.start, folder).result()
+
+    def stop_profile(self) -> Path:
+        """Ends the trace; its file. Raises RequestError."""
+        return self._pool.submit(self.worker.profiler.stop).result()
 
     def running_for_s(self) -> float:
         """How long the current step has been running, 0 if none is."""

@@ -55,6 +55,19 @@ def router(server: Server) -> APIRouter:
     async def show_version() -> Response:
         return JsonResponse({"version": package_version()})
 
+    if server.settings.profile_output is not None:
+
+        @routes.post("/start_profile")
+        async def start_profile() -> Response:
+            """Begins a trace of the engine's steps."""
+            await asyncio.to_thread(engine.start_profile, server.settings.profile_output)
+            return JsonResponse({"status": "profiling"})
+
+        @routes.post("/stop_profile")
+        async def stop_profile() -> Response:
+            """Ends it and says where the trace is."""
+            return JsonResponse({"trace": str(await asyncio.to_thread(engine.stop_profile))})
+
     @routes.get("/metrics")
     async def metrics() -> Response:
         return Response(server.metrics.render(), headers={"Content-Type": CONTENT_TYPE_LATEST})

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Self
 
 from dsv4.errors import ConfigError
@@ -80,6 +81,7 @@ class HttpSettings:
     request_timeout_s: a request still running then is aborted (504, or an error event in a stream).
     stall_timeout_s: a client that reads nothing of its stream for so long is taken to be gone.
     thinking: whether chat thinks when the request does not say.
+    profile_output: folder of step traces; where it is given, POST /start_profile and /stop_profile take them.
     """
 
     defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
@@ -93,6 +95,7 @@ class HttpSettings:
     stall_timeout_s: float = 60.0
     health_timeout_s: float = 5.0
     thinking: bool = False
+    profile_output: Path | None = None
 
     def __post_init__(self) -> None:
         if any(not key for key in self.api_keys):

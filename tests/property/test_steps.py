@@ -26,6 +26,14 @@ def params(form: str, *, drafter: bool = True, seed: int = 2) -> Params:
     return read(CFG, weights, drafter=drafter)
 
 
+@pytest.fixture(autouse=True)
+def _row_independence(request: pytest.FixtureRequest) -> None:
+    """A product that rounds a row by its neighbours flips int8 roundings: W8A8 rows are comparable on fused kernels only."""
+    form = getattr(request.node, "callspec", None) and request.node.callspec.params.get("form")
+    if not FUSED and (form == "w8a8" or request.function.__name__ in ("test_every_width", "test_copied_identifiers")):
+        pytest.skip("no C++ compiler: plain operators, whose W8A8 rows depend on their neighbours")
+
+
 def prompt(length: int, seed: int = 0) -> list[int]:
     return random.Random(f"{length} {seed}").choices(range(CFG.vocab_size), k=length)
 
