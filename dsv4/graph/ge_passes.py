@@ -5,9 +5,10 @@ capture-and-replay too, where nothing else would do it. Shapes are static and th
 few lines.
 """
 
+import contextlib
 import struct
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -23,17 +24,38 @@ def simplify_fx(gm: GraphModule) -> None:
     """Passes over a functional FX graph, in place. Masks, rope tables and addresses are made once, not per layer."""
     from torch._functorch.compile_utils import fx_graph_cse
 
-    for node in gm.graph.find_nodes(
-        op="call_function", target=torch.ops._c10d_functional._wrap_tensor_autograd.default
-    ):
-        node.replace_all_uses_with(
-            node.args[0]
-        )  # marks a collective's result for autograd; torchair has no rule for it
+    # It marks a collective's result for autograd; torchair has no rule for it.
+    marker = torch.ops._c10d_functional._wrap_tensor_autograd.default
+    for node in gm.graph.find_nodes(op="call_function", target=marker):
+        node.replace_all_uses_with(node.args[0])
     drop_round_trips(gm)
     merge_views(gm)
     gm.graph = fx_graph_cse(gm.graph)
     gm.graph.eliminate_dead_code()
     gm.recompile()
+
+
+def fx_pass(gm: GraphModule, example_inputs: Any = None, config: Any = None) -> None:
+    """`simplify_fx` as the hook that torchair's compilers call before their own passes."""
+    simplify_fx(gm)
+
+
+@contextlib.contextmanager
+def applied() -> Iterator[None]:
+    """Graphs that torchair makes inside are simplified before they are compiled: it has no hook for that."""
+    from torchair._ge_concrete_graph.fx2ge_converter import GeConcreteGraph
+
+    original = GeConcreteGraph.optimize_graph_without_runtime
+
+    def optimise(graph: Any, *args: Any, **kwargs: Any) -> None:
+        original(graph, *args, **kwargs)
+        simplify_ge(graph.graph)
+
+    GeConcreteGraph.optimize_graph_without_runtime = optimise
+    try:
+        yield
+    finally:
+        GeConcreteGraph.optimize_graph_without_runtime = original
 
 
 def drop_round_trips(gm: GraphModule) -> None:

@@ -48,6 +48,7 @@ def graph_config() -> Any:
 
     config = torchair.CompilerConfig()
     experimental = config.experimental_config
+    config.post_grad_custom_pre_pass = ge_passes.fx_pass
     experimental.frozen_parameter = True
     experimental.tiling_schedule_optimize = True
     # The other orders may swap two collectives of one group between ranks.
@@ -117,18 +118,17 @@ def _to_graph(traced: Traced, config: Any) -> tuple[Any, GraphModule, dict[str, 
     def backend(gm: GraphModule, example_inputs: Sequence[Tensor]) -> Any:
         for node, leaf in zip(gm.graph.find_nodes(op="placeholder"), traced.args_info, strict=True):
             node.target = leaf.name
-        ge_passes.simplify_fx(gm)
-        caught["fx"], caught["ge"] = gm, compiler(gm, example_inputs).runner
+        caught["ge"] = compiler(gm, example_inputs).runner
+        caught["fx"] = caught["ge"].fx_graph
         return cann_shim.refuse(traced.label)
 
     backend._boxed_call = True
     inputs = _fake_inputs(traced)
-    with _quiet(), recording(), torch.no_grad(), inputs[0].fake_mode:
+    with _quiet(), recording(), ge_passes.applied(), torch.no_grad(), inputs[0].fake_mode:
         aot_module_simplified(
             module, inputs, fw_compiler=backend, bw_compiler=None, inference_compiler=backend,
             decompositions=npu_fx_compiler._get_merged_decompositions(config), keep_inference_input_mutations=True,
         )  # fmt: skip
-    ge_passes.simplify_ge(caught["ge"].graph)
     return caught["ge"], caught["fx"], recording.origin
 
 

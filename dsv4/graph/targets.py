@@ -14,6 +14,8 @@ _TARGETS: dict[str, Lower | str] = {
     "plain": "dsv4.graph.flat:PlainLowered",
     "inductor": "dsv4.graph.flat:InductorLowered",
     "cpu": "dsv4.graph.cpu:CpuLowered",
+    "torchair": "dsv4.graph.npu:GeLowered",
+    "npugraph_ex": "dsv4.graph.npu_run:NpuGraphLowered",
 }
 
 
