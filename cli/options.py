@@ -1,9 +1,13 @@
 """Engine flags for Typer, declared once and spliced into every command that runs an engine."""
 
 import dataclasses
+import difflib
 import functools
 import inspect
+import json
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -45,6 +49,45 @@ _HELP: dict[str, tuple[tuple[str, ...], str, str]] = {
 }  # fmt: skip
 
 
+def _read_flags(ctx: typer.Context, path: Path | None) -> Path | None:
+    """Makes a TOML file's values the defaults of the command's flags. Raises ConfigError naming an unknown or odd one."""
+    if path is None:
+        return None
+    try:
+        values = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise typer.BadParameter(f"{path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise typer.BadParameter(f"{path}: not TOML ({error})") from None
+    known = {parameter.name for parameter in ctx.command.params}
+    flags: dict[str, Any] = {}
+    for name, value in values.items():
+        field = name.replace("-", "_")
+        if field not in known:
+            near = difflib.get_close_matches(field, known, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise typer.BadParameter(f"{path}: {name} is no flag of this command{hint}")
+        flags[field] = json.dumps(value) if isinstance(value, dict) else value
+    ctx.default_map = {**(ctx.default_map or {}), **flags}
+    return path
+
+
+FLAGS_FILE = inspect.Parameter(
+    "flags",
+    inspect.Parameter.KEYWORD_ONLY,
+    default=None,
+    annotation=Annotated[
+        Path | None,
+        typer.Option(
+            "--flags",
+            is_eager=True,
+            callback=_read_flags,
+            help="TOML file of flags, such as configs/serve/*.toml; flags on the command line win.",
+        ),
+    ],
+)
+
+
 def engine_parameters() -> list[inspect.Parameter]:
     """One keyword parameter per field of EngineArgs, annotated for Typer."""
     hints = get_type_hints(EngineArgs)
@@ -74,10 +117,12 @@ def takes_engine_args(command: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(command)
     def wrapper(**values: Any) -> Any:
+        values.pop("flags")
         engine = EngineArgs(**{name: values.pop(name) for name in names})
         return command(engine, **values)
 
     keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    wrapper.__signature__ = inspect.Signature([*engine_parameters(), *keyword])  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in [*engine_parameters(), *keyword]}
+    parameters = [FLAGS_FILE, *engine_parameters(), *keyword]
+    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
     return wrapper

@@ -149,3 +149,22 @@ def test_help_lists_every_command() -> None:
     for name in ("serve", "generate", "convert", "check", "make-tiny"):
         assert name in invoke("--help")
         invoke(name, "--help")
+
+
+def test_flags_from_a_file(tiny_w8a8: Path, tmp_path: Path) -> None:
+    """Each shipped deployment parses; the command line wins; an unknown flag is named with its neighbour."""
+    file = tmp_path / "flags.toml"
+    file.write_text(
+        'max-model-len = 256\nmax_num_seqs = 2\n[speculative_config]\nmethod = "dspark"\nnum_speculative_tokens = 7\n'
+    )
+    record = generate(tiny_w8a8, "--prompt", "x", "--max-tokens", "4", "--flags", str(file))[0]
+    assert record["speculation"]["proposed"] > 0
+    assert "--max-model-len is 1" in refused(
+        "serve", "--model", str(tiny_w8a8), "--flags", str(file), "--max-model-len", "1"
+    )
+    for name in ("a3-16-dies", "a3-8-dies"):
+        line = refused("serve", "--model", str(tiny_w8a8), "--flags", f"configs/serve/{name}.toml")
+        assert "torch_npu" in line
+    file.write_text("max_model_length = 3\n")
+    output = invoke("serve", "--model", str(tiny_w8a8), "--flags", str(file), code=2)
+    assert "max_model_length" in output and "max_model_len" in output
