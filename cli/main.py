@@ -6,6 +6,7 @@ from cli.bench import bench
 from cli.console import one_line_errors
 from cli.convert import check, convert
 from cli.generate import generate
+from cli.profile import profile
 from cli.serve import serve
 from cli.tiny import make_tiny
 
@@ -16,5 +17,5 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (serve, generate, convert, check, make_tiny, bench):
+for command in (serve, generate, convert, check, make_tiny, profile, bench):
     app.command()(one_line_errors(command))

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
 
 from dsv4.graph.nodes import is_view, nodes_in, op_name, storage, tensors_in, written_nodes
 from dsv4.graph.scopes import scopes
@@ -194,10 +195,27 @@ def place(scope: tuple[str, ...]) -> tuple[str, str]:
     return layer, next((_PARTS[name] for name in reversed(scope) if name in _PARTS), "other")
 
 
+def repeated(graph: Graph) -> set[Node]:
+    """Nodes that compute what an earlier one has computed: compilers make masks and rope tables once, not per layer."""
+    first: dict[str, Node] = {}
+    twin: dict[Node, Node] = {}
+    for node in graph.nodes:
+        if node.op != "call_function" or written_nodes(node) or op_name(node).startswith(_COLLECTIVES):
+            continue
+        args = map_aggregate((node.args, node.kwargs), lambda a: twin.get(a, a) if isinstance(a, Node) else a)
+        chosen = first.setdefault(f"{node.target}{args}", node)
+        if chosen is not node:
+            twin[node] = chosen
+    return set(twin)
+
+
 def program_cost(traced: Traced) -> ProgramCost:
     """Costs of a captured program by (layer, part, operator)."""
     origins, found, rows = _Origins(traced), defaultdict(Cost), live_rows(traced)
+    again = repeated(traced.graph)
     for node, scope in scopes(traced.graph).items():
+        if node in again:
+            continue
         cost = node_cost(node, origins, rows)
         if cost.nodes:
             found[(*place(scope), op_name(node))].add(cost)
