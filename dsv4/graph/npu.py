@@ -19,7 +19,6 @@ from torch.fx import GraphModule
 
 from dsv4.errors import CaptureError
 from dsv4.graph import cann_shim, ge_passes
-from dsv4.graph.nodes import op_name
 from dsv4.graph.scopes import SCOPE, scopes
 from dsv4.graph.stages import Lowered, Traced
 
@@ -213,7 +212,3 @@ def _plain_name(name: str, known: Mapping[str, str]) -> str:
     if name in known:
         return name
     return re.sub(r"_\d+$", "", name)
-
-
-def fx_histogram(gm: GraphModule) -> Counter[str]:
-    return Counter(op_name(node) for node in gm.graph.nodes if node.op == "call_function")

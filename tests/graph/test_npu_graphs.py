@@ -55,6 +55,10 @@ PROGRAMS = [("decode", 0), ("prefill", 0), ("speculate", 7), ("prefill", 7), ("s
 def test_programs_lower_and_write_in_place(kind: str, k: int, context: int, layout: str) -> None:
     traced, low = lowered(kind, k, context, layout)
     assert not low.copied_pools()
+    earlier: set[str] = set()
+    for op in low.graph.op:  # simplified graphs stay whole and ordered
+        assert {name.rpartition(":")[0] for name in op.input if name} <= earlier
+        earlier.add(op.name)
     donated = {leaf.path for leaf in traced.args_info if leaf.donated}
     pools = {path for path in donated if path.startswith("cache.layers")}
     if kind == "seed":
@@ -93,11 +97,39 @@ def test_schemas_are_those_of_torch_npu() -> None:
     from dsv4.graph import npu
 
     npu.load()
-    theirs = {
-        s.name.removeprefix("npu::"): str(s) for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::")
-    }
+    found = [s for s in torch._C._jit_get_all_schemas() if s.name.startswith("npu::") and not s.overload_name]
+    theirs = {s.name.removeprefix("npu::"): str(s) for s in found}
     for name, schema in npu_schemas.used().items():
         assert theirs[name] == str(torch._C.parse_schema(f"npu::{name}{schema}"))
+
+
+def test_a_plugin_fills_its_slot_with_one_node() -> None:
+    """What a package of custom operators does: an operator with a shape function, a converter, a function in a slot."""
+    from dsv4.graph import npu
+    from dsv4.graph.stages import StepProgram
+
+    npu.load()
+    import torchair
+
+    from dsv4.ops.npu import npu_ops
+
+    library = torch.library.Library("dsv4_test", "FRAGMENT")
+    library.define("hc_post(Tensor streams, Tensor y, Tensor post, Tensor comb) -> Tensor")
+    library.impl("hc_post", lambda streams, *_: torch.empty_like(streams), "Meta")
+    operator = torch.ops.dsv4_test.hc_post.default
+
+    @torchair.register_fx_node_ge_converter(operator)
+    def convert(streams, y, post, comb, meta_outputs=None):
+        inputs = {"streams": streams, "y": y, "post": post, "comb": comb}
+        return torchair.ge.custom_op("HcPost", inputs=inputs, attrs={}, outputs=["out"])
+
+    table = npu_ops(1, plugins={"hc_post": operator})
+    shapes = ((16, 4, 4096), (16, 4096), (16, 4), (16, 4, 4))
+    args = [torch.empty(shape, device="meta") for shape in shapes]
+    program = StepProgram("plug", lambda a, b, c, d: table.hc_post(a, b, c, d), StepShape("decode", 16, 1, 1))
+    low = npu.GeLowered(program.trace(*args, device="npu:0"))
+    assert low.histogram() == Counter({"Data": 4, "HcPost": 1, "NetOutput": 1})
+    library._destroy()
 
 
 def test_an_operator_without_converter_is_named() -> None:

@@ -259,6 +259,31 @@ def test_tokens() -> None:
     assert all(torch.equal(a, b) for a, b in zip(state, other, strict=True))
 
 
+def test_simplified_graphs_compute_the_same() -> None:
+    """The passes that NPU compilers run first, on a function with round trips, chained views and repeated work."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    from dsv4.graph.ge_passes import simplify_fx
+
+    def fn(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rounded = x.bfloat16().float().unsqueeze(1).flatten(0, 1).bfloat16()
+        rows = x.view(3, 4, 8).flatten(0, 1).unsqueeze(0).squeeze(0)
+        return rounded, rows * 2, rows * 2 + 1, x.t().reshape(-1), npu_hyper.sinkhorn(w, 4, 3, 1e-6)
+
+    args = (rand(12, 8), rand(5, 4, 4, seed=1).abs())
+    gm = make_fx(fn, tracing_mode="fake")(*args)
+    before = len(gm.graph.nodes)
+    simplify_fx(gm)
+    assert len(gm.graph.nodes) < before
+    for got, expected in zip(gm(*args), fn(*args), strict=True):
+        assert torch.equal(got, expected)
+
+
+def test_plugins_replace_operators() -> None:
+    table = npu.npu_ops(8, plugins={"hc_pre": max})
+    assert table.hc_pre is max and table.hc_post is OPS.hc_post
+
+
 def test_packed_is_a_tree() -> None:
     packed = pack(quantised(6, 4))
     assert packed.shape == (6, 4) and packed.dtype == torch.int8
