@@ -23,7 +23,7 @@ _SCORES = ("chosen", "top_ids", "top")
 class Buckets:
     """The static shapes a server captures; a step takes the smallest that fits.
 
-    rows: decode rows per launch. tiles: (query_len, rows) of prefill launches, by size. pages: history pages in view.
+    rows: decode rows per launch. tiles: (query_len, rows) of prefill launches, by tokens. pages: history pages in view.
     """
 
     rows: tuple[int, ...]
@@ -35,11 +35,16 @@ class Buckets:
         """Rows of full steps: few sizes, because they are rare and every size is a program."""
         return tuple(sorted({self.rows[0], self.rows[-1]}))
 
+    @property
+    def full_tiles(self) -> tuple[tuple[int, int], ...]:
+        """Tiles of full steps: the smallest and the largest."""
+        return tuple(dict.fromkeys((self.tiles[0], self.tiles[-1])))
+
     def shapes(self, k: int) -> Iterator[StepShape]:
         """Every program of a server with k drafts."""
         for pages in self.pages:
             for full in (False, True):
-                for query_len, rows in self.tiles:
+                for query_len, rows in self.full_tiles if full else self.tiles:
                     yield StepShape("prefill", rows, query_len, pages, full)
                 for rows in self.full_rows if full else self.rows:
                     yield StepShape("speculate" if k else "decode", rows, k + 1, pages, full)
@@ -48,8 +53,11 @@ class Buckets:
                 yield StepShape("seed", rows, k, self.pages[0])  # drafting sees a window, never the history
 
 
-def default_buckets(max_model_len: int, max_rows: int, max_tiles: int, tile: int) -> Buckets:
-    """Powers of two up to the limits; a short tile for what a prefix hit or a short prompt leaves; contexts by factors of 8."""
+def default_buckets(max_model_len: int, max_rows: int, max_tiles: int, tile: int, *, fine: bool = False) -> Buckets:
+    """Powers of two up to the limits; a short tile for what a prefix hit or a short prompt leaves; contexts by factors of 8.
+
+    fine: more prefill shapes, where a program costs milliseconds to capture and padding rows cost time in every product.
+    """
 
     def powers(most: int, first: int = 1, factor: int = 2) -> tuple[int, ...]:
         sizes = []
@@ -60,9 +68,14 @@ def default_buckets(max_model_len: int, max_rows: int, max_tiles: int, tile: int
 
     if max_tiles < 1:
         raise ConfigError(f"a prefill launch needs room for one tile of {tile} tokens")
-    pages = powers(-(-max_model_len // BLOCK_TOKENS), 64, 8)
+    counts = range(1, max_tiles + 1) if fine else powers(max_tiles, factor=4)
+    tiles = [(16, 1), *((tile, rows) for rows in counts)]
+    if fine:
+        tiles += [(length, rows) for length in (tile // 4, tile // 2) for rows in {1, max_tiles}]
     return Buckets(
-        rows=powers(max_rows), tiles=((16, 1), *((tile, rows) for rows in powers(max_tiles, factor=4))), pages=pages
+        rows=powers(max_rows),
+        tiles=tuple(sorted(tiles, key=lambda at: (at[0] * at[1], at[1]))),
+        pages=powers(-(-max_model_len // BLOCK_TOKENS), 64, 8),
     )
 
 
@@ -224,8 +237,11 @@ class BatchBuilder:
 
     def _pack(self, tiles: Sequence[_Tile], extras: Mapping[int, RowExtras]) -> Launch:
         longest = max(len(tile.ids) for tile in tiles)
-        query_len, rows = next((q, r) for q, r in self._buckets.tiles if q >= longest and r >= len(tiles))
         n = len(tiles)
+        finals = [tile.slot if tile.final else -1 for tile in tiles]
+        full = not extras.keys().isdisjoint(finals)
+        sizes = self._buckets.full_tiles if full else self._buckets.tiles
+        query_len, rows = next((q, r) for q, r in sizes if q >= longest and r >= n)
 
         def column(values: Sequence[int], padding: int) -> Array:
             out = np.full(rows, padding, np.int32)
@@ -249,8 +265,7 @@ class BatchBuilder:
             "eos": column([e if t.final else -1 for t, e in zip(tiles, eos, strict=True)], -1),
         }
         reach = max(tile.start + len(tile.ids) for tile in tiles)
-        finals = [tile.slot if tile.final else -1 for tile in tiles]
-        shape = StepShape("prefill", rows, query_len, self._pages(reach), not extras.keys().isdisjoint(finals))
-        if shape.full:
+        shape = StepShape("prefill", rows, query_len, self._pages(reach), full)
+        if full:
             arrays |= self._extras(shape, finals, extras)
         return Launch(shape, arrays, n)

@@ -11,9 +11,7 @@ import torch
 from dsv4.cache import page_bytes
 from dsv4.checkpoint.load import load_params
 from dsv4.config import ModelConfig, load_config
-from dsv4.errors import ConfigError
-from dsv4.ops.capturable import CAPTURABLE
-from dsv4.ops.cpu import default_ops
+from dsv4.mesh import SINGLE
 from dsv4.params import Params, act_dtype
 from dsv4.tree import tree_bytes
 from serving.args import GROUP_ROWS, EngineArgs, EngineSettings, resolve
@@ -22,6 +20,7 @@ from serving.capacity import CACHED_BLOCKS, PagePlan, host_memory_bytes, plan_pa
 from serving.engine import Engine
 from serving.pages import PageGroup, page_groups
 from serving.plan import SchedulerConfig
+from serving.platform import choose_platform
 from serving.scheduler import Scheduler
 from serving.tokenizer import Tokenizer
 from serving.worker import LocalExecutor, Worker
@@ -65,17 +64,6 @@ class Built:
             ("prefix cache", "on" if args.enable_prefix_caching else "off"),
             ("programs", f"{self.programs} captured"),
         ]  # fmt: skip
-
-
-def choose_platform(name: str) -> str:
-    """`auto` takes an NPU where one is usable, else the CPU. Raises ConfigError, or PlatformError for a2a3 without NPUs."""
-    if name not in ("auto", "cpu", "a2a3"):
-        raise ConfigError(f"--platform is {name!r}, expected a2a3, cpu or auto")
-    if name == "a2a3":
-        from dsv4.errors import PlatformError
-
-        raise PlatformError("--platform a2a3 needs torch_npu, CANN and Ascend devices; use --platform cpu here")
-    return "cpu"
 
 
 def load_dtype(args: EngineArgs) -> torch.dtype | None:
@@ -146,21 +134,21 @@ def start_engine(
     groups = page_groups(cfg.sliding_window)
     config = scheduler_config(settings, groups, plan.pages)
     rows = config.max_rows_per_partition
-    buckets = default_buckets(args.max_model_len, rows, CPU_TILES, TILE)
-    ops = CAPTURABLE if args.target in ("plain", "inductor") else default_ops()
-    target = args.target if args.target != "auto" else ops.name
+    buckets = default_buckets(args.max_model_len, rows, CPU_TILES, TILE, fine=settings.platform == "cpu")
+    platform = choose_platform(settings.platform, args.target)
     threads = args.threads or os.cpu_count() or 1
     torch.set_num_threads(threads)
     worker = Worker(
         cfg,
-        params,
-        ops,
+        platform.place(params, settings.devices[0]),
+        platform.ops(SINGLE),
         pages=plan.pages,
         widths={group.name: config.table_width(group) for group in groups},
         slots=rows,
         k=settings.k,
         shapes=buckets.shapes(settings.k),
-        target=target,
+        target=platform.target,
+        device=platform.device(settings.devices[0]),
     )
     worker.warm_up(progress)
     scheduler = Scheduler(config)
@@ -176,14 +164,14 @@ def start_engine(
         num_speculative_tokens=settings.k,
         step_deadline_s=args.step_timeout,
     )
-    return Started(engine=engine, worker=worker, scheduler=scheduler, plan=plan, target=target)
+    return Started(engine=engine, worker=worker, scheduler=scheduler, plan=plan, target=platform.target)
 
 
 def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
     """Checks everything that flags and headers can tell, then loads, captures and starts. Raises Dsv4Error."""
     path = Path(args.model)
     cfg = load_config(path)
-    settings = resolve(args, cfg, choose_platform(args.platform))
+    settings = resolve(args, cfg, choose_platform(args.platform, args.target).name)
     tokenizer = Tokenizer.load(path)
     if progress:
         progress("weights", 0, 1)

@@ -17,11 +17,11 @@ from dsv4.errors import EngineError
 from dsv4.graph import Arena, Programs, StepProgram
 from dsv4.mesh import SINGLE, Mesh
 from dsv4.model.context import Env
-from dsv4.ops.table import OpSet
 from dsv4.params import Params, act_dtype
 from dsv4.steps import STEPS
 from dsv4.tree import named_leaves
 from serving.batches import Array, Launch, StepWork
+from serving.platform import OpsFor
 from serving.profiler import StepProfiler
 
 Progress = Callable[[str, int, int], None]
@@ -59,8 +59,11 @@ def make_batch(kind: str, arrays: dict[str, Array]) -> PrefillBatch | RowBatch:
 
 
 def output_arrays(out: StepOutput | SeedOutput) -> dict[str, Array]:
-    """An output's leaves by their last name."""
-    return {name.rsplit(".", 1)[-1]: leaf.numpy() for name, leaf in named_leaves(out)}
+    """An output's leaves by name, those of its scores among them."""
+    leaves = dict(vars(out))
+    if scores := leaves.pop("scores", None):
+        leaves |= vars(scores)
+    return {name: leaf.numpy() for name, leaf in leaves.items() if leaf is not None}
 
 
 class Worker:
@@ -70,7 +73,7 @@ class Worker:
         self,
         cfg: ModelConfig,
         params: Params,
-        ops: OpSet,
+        ops: OpsFor,
         *,
         pages: dict[str, int],
         widths: dict[str, int],
@@ -81,7 +84,7 @@ class Worker:
         mesh: Mesh = SINGLE,
         device: str = "cpu",
     ) -> None:
-        self.env = Env(cfg=cfg, ops=ops, mesh=mesh)
+        self.cfg, self.ops, self.mesh = cfg, ops, mesh
         self.params = params
         self.profiler = StepProfiler()
         self.cache: Cache = make_cache(cfg, Pages(**pages), act_dtype(params), drafter=k > 0, device=device)
@@ -96,8 +99,9 @@ class Worker:
         )
 
     def _recipe(self, shape: StepShape) -> tuple[StepProgram, tuple[Any, ...]]:
-        return step_program(self.env, shape), (
-            self.params, self.cache, self.state, example_batch(shape, self.env.cfg.vocab_size),
+        env = Env(cfg=self.cfg, ops=self.ops(shape), mesh=self.mesh)
+        return step_program(env, shape), (
+            self.params, self.cache, self.state, example_batch(shape, self.cfg.vocab_size),
         )  # fmt: skip
 
     @torch.no_grad()
@@ -114,7 +118,7 @@ class Worker:
 
     def _padding(self, shape: StepShape) -> dict[str, Array]:
         """Rows of the dummy slot: they run and change nothing."""
-        batch = example_batch(shape, self.env.cfg.vocab_size)
+        batch = example_batch(shape, self.cfg.vocab_size)
         arrays = {name.rsplit(".", 1)[-1]: leaf.numpy() for name, leaf in named_leaves(batch)}
         for name in ("slots", "final"):
             if name in arrays:
