@@ -37,8 +37,10 @@ class Buckets:
 
     @property
     def full_tiles(self) -> tuple[tuple[int, int], ...]:
-        """Tiles of full steps: the smallest and the largest."""
-        return tuple(dict.fromkeys((self.tiles[0], self.tiles[-1])))
+        """Tiles of full steps: the smallest, one whole tile, the largest."""
+        longest = max(query_len for query_len, _ in self.tiles)
+        whole = next(at for at in self.tiles if at[0] == longest)
+        return tuple(dict.fromkeys((self.tiles[0], whole, self.tiles[-1])))
 
     def shapes(self, k: int) -> Iterator[StepShape]:
         """Every program of a server with k drafts."""

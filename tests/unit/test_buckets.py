@@ -1,0 +1,63 @@
+"""Prefill launches: every plan fits a captured program, and padding stays small where programs are cheap."""
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from dsv4.errors import ConfigError
+from serving.batches import BatchBuilder, RowExtras, default_buckets
+from serving.plan import PartitionPlan, PrefillChunk
+
+SLOTS = 8
+
+
+def chunk(slot: int, length: int, start: int = 0) -> PrefillChunk:
+    tokens = list(range(1, start + length + 1))
+    request = SimpleNamespace(tokens=tokens, limit=len(tokens) + 4, eos_token_id=None)
+    return PrefillChunk(SimpleNamespace(request=request, slot=slot), start, length, True)
+
+
+def launches(lengths: list[int], *, fine: bool, extras=None):
+    builder = BatchBuilder(default_buckets(4096, SLOTS, 4, 128, fine=fine), SLOTS, 0, 64)
+    plan = PartitionPlan({}, prefill=[chunk(slot, n, 5 * slot) for slot, n in enumerate(lengths)])
+    return builder.build(plan, extras).launches
+
+
+@pytest.mark.parametrize("fine", [False, True])
+def test_every_plan_has_a_program_and_keeps_its_tokens(fine: bool) -> None:
+    rng = random.Random(0)
+    shapes = set(default_buckets(4096, SLOTS, 4, 128, fine=fine).shapes(0))
+    for _ in range(200):
+        lengths = [
+            rng.choice([1, 5, 16, 17, 33, 64, 65, 127, 128, 129, 300, 700]) for _ in range(rng.randint(1, SLOTS))
+        ]
+        extras = {rng.randrange(SLOTS): RowExtras()} if rng.random() < 0.3 else None
+        found = launches(lengths, fine=fine, extras=extras)
+        assert {launch.shape for launch in found} <= shapes
+        ids: dict[int, list[int]] = {}
+        for launch in found:
+            a = launch.arrays
+            for row in range(launch.live):
+                ids.setdefault(int(a["slots"][row]), []).extend(a["ids"][row, : a["length"][row]].tolist())
+        assert ids == {slot: list(range(5 * slot + 1, 5 * slot + n + 1)) for slot, n in enumerate(lengths)}
+        assert all((launch.arrays["slots"][launch.live :] == SLOTS).all() for launch in found)
+        assert sum(np.count_nonzero(launch.arrays["limit"]) for launch in found) == len(lengths)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [([1], 16), ([17], 32), ([40], 64), ([65], 128), ([200], 256), ([330], 384), ([400], 512), ([30] * 4, 128), ([50, 60], 256)],
+)  # fmt: skip
+def test_fine_buckets_pad_little(lengths: list[int], tokens: int) -> None:
+    assert sum(launch.shape.tokens for launch in launches(lengths, fine=True)) == tokens
+
+
+def test_full_steps_come_in_few_sizes() -> None:
+    buckets = default_buckets(1024, SLOTS, 4, 128, fine=True)
+    assert buckets.full_tiles == ((16, 1), (128, 1), (128, 4))
+    (launch,) = launches([40], fine=True, extras={0: RowExtras()})
+    assert launch.shape.full and (launch.shape.query_len, launch.shape.rows) == (128, 1)
+    with pytest.raises(ConfigError):
+        default_buckets(1024, SLOTS, 0, 128)
