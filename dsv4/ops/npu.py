@@ -11,6 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from dsv4.errors import ConfigError
 from dsv4.mesh import SINGLE, Mesh
 from dsv4.ops import npu_hyper, npu_moe, plain
 from dsv4.ops.npu_attention import attend, index_topk, product, rows_of
@@ -158,14 +159,23 @@ def _attention(query_len: int):
     return attention
 
 
-def npu_ops(
-    query_len: int, mesh: Mesh = SINGLE, *, ep_name: str | None = None, plugins: Plugins | None = None
-) -> OpSet:
+def _communicator(group: str) -> str:
+    """The dispatch kernels' name for a process group: HCCL's where HCCL carries it, else (capture) its own."""
+    import torch.distributed as dist
+    from torch.distributed.distributed_c10d import _resolve_process_group
+
+    resolved = _resolve_process_group(group)
+    if "hccl" not in dist.get_backend(resolved):
+        return group
+    backend = resolved._get_backend(torch.device("npu"))
+    return backend.get_hccl_comm_name(dist.get_rank(resolved))
+
+
+def npu_ops(query_len: int, mesh: Mesh = SINGLE, *, plugins: Plugins | None = None) -> OpSet:
     """The table for programs of `query_len` tokens a row, on one rank.
 
-    With an EP group `moe` exchanges rows itself (the mesh says so with `exchanges`); `ep_name` is the communicator's name
-    as the dispatch kernels know it, by default the group's. `plugins` fill slots with operators of an installed package
-    (default: whatever is installed, see `npu_slots`).
+    With an EP group `moe` exchanges rows itself, and the mesh has to say so (`ops_exchange`). `plugins` fill slots with
+    operators of an installed package (default: whatever is installed, see `npu_slots`). Raises ConfigError.
     """
     own = {name: globals().get(name) for name in op_names()}
     shared_forms = {name: getattr(plain, name) for name in ("taps", "addresses", "draft_addresses", "begin", "accept")}
@@ -173,6 +183,8 @@ def npu_ops(
     own |= {name: getattr(npu_hyper, name) for name in ("hc_pre", "hc_post", "hc_head")}
     own |= {name: getattr(npu_moe, name) for name in ("route", "route_hash", "moe")}
     if mesh.ep_group is not None:
-        own["moe"] = npu_moe.exchanging_moe(ep_name or mesh.ep_group, mesh.ep, mesh.rank)
+        if not mesh.ops_exchange:
+            raise ConfigError("NPU operators exchange expert rows themselves: join the mesh with ops_exchange=True")
+        own["moe"] = npu_moe.exchanging_moe(_communicator(mesh.ep_group), mesh.ep, mesh.rank)
     table = OpSet(name="npu", **own)
     return replace(table, **(installed() if plugins is None else plugins))
