@@ -9,6 +9,7 @@ from fastapi import FastAPI
 
 from cli.console import log_to_stderr, stage_progress
 from cli.options import takes_engine_args
+from cli.permanent import permanent
 from dsv4.errors import ConfigError, PlatformError
 from serving.args import EngineArgs
 from serving.build import Built, build_engine
@@ -71,11 +72,13 @@ def serve(
         thinking=thinking,
         profile_output=(profile_output or Path("profile_out")) if profile else None,
     )
-    with stage_progress("start") as progress:
-        built = build_engine(args, progress)
+    with permanent():
+        with stage_progress("start") as progress:
+            built = build_engine(args, progress)
+        application = _app(built, settings)
     for what, value in [*built.banner(), ("listening", f"http://{host}:{port}/v1")]:
         typer.echo(f"{what:>13}  {value}", err=True)
     try:
-        run_server(_app(built, settings), host, port)
+        run_server(application, host, port)
     finally:
         built.engine.close()
