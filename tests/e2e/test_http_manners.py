@@ -74,7 +74,7 @@ def test_request_timeout(toy_server, stream):
     engine = ToyEngine(stalled=True)
     client = toy_server(engine, request_timeout_s=0.1)
     response = client.post("/v1/completions", json={"prompt": [9], "stream": stream})
-    assert not engine.live
+    assert wait_until(lambda: not engine.live)
     if stream:
         assert '"code":"request_timeout"' in response.text
         assert response.text.endswith("data: [DONE]\n\n")
