@@ -5,6 +5,7 @@ as it would on a device. On a host without CANN the graph engine's side works un
 """
 
 import contextlib
+import functools
 import os
 import re
 import warnings
@@ -19,18 +20,10 @@ from torch.fx import GraphModule
 
 from dsv4.errors import CaptureError
 from dsv4.graph import cann_shim, ge_passes
+from dsv4.graph.npu_load import graph_config, load
+from dsv4.graph.npu_run import graph_engine, why_no_npu
 from dsv4.graph.scopes import SCOPE, scopes
 from dsv4.graph.stages import Lowered, Traced
-
-
-def load() -> None:
-    """Makes torch_npu and torchair importable: as they are where CANN is, else under the lowering shim."""
-    if os.environ.get("ASCEND_HOME_PATH"):
-        import torch_npu  # noqa: F401
-        import torchair  # noqa: F401
-    else:
-        cann_shim.install()
-    from dsv4.graph import ge_converters  # noqa: F401  (registers them)
 
 
 @contextlib.contextmanager
@@ -39,20 +32,6 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings(), open(os.devnull, "w") as sink, contextlib.redirect_stdout(sink):
         warnings.simplefilter("ignore")
         yield
-
-
-def graph_config() -> Any:
-    """torchair's configuration for static decode graphs (GE)."""
-    import torchair
-
-    config = torchair.CompilerConfig()
-    experimental = config.experimental_config
-    config.post_grad_custom_pre_pass = ge_passes.fx_pass
-    experimental.frozen_parameter = True
-    experimental.tiling_schedule_optimize = True
-    # The other orders may swap two collectives of one group between ranks.
-    experimental.topology_sorting_strategy = "StableRDFS"
-    return config
 
 
 @dataclass(frozen=True)
@@ -139,12 +118,28 @@ class GeLowered(Lowered):
     def __init__(self, traced: Traced) -> None:
         super().__init__(traced)
         load()
+        if why_no_npu() is not None:
+            self._made  # noqa: B018  (here the graph is all there is; on a device, compiling makes its own)
+
+    @functools.cached_property
+    def _made(self) -> tuple[Any, GraphModule, dict[str, tuple[str, ...]]]:
         try:
-            self._concrete, self.fx, self._origin = _to_graph(traced, graph_config())
+            return _to_graph(self.traced, graph_config())
         except Exception as error:
             line = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
             raise CaptureError(f"{self.label}: no graph-engine graph: {line}") from error
-        self.graph = self._concrete.graph
+
+    @property
+    def graph(self) -> Any:
+        return self._made[0].graph
+
+    @property
+    def fx(self) -> GraphModule:
+        return self._made[1]
+
+    @property
+    def _origin(self) -> dict[str, tuple[str, ...]]:
+        return self._made[2]
 
     @property
     def nodes(self) -> list[GeNode]:
@@ -165,7 +160,8 @@ class GeLowered(Lowered):
     @property
     def written_inputs(self) -> tuple[str, ...]:
         """Paths of the leaves that the graph writes in place."""
-        indices = {*self._concrete._ref_data_idx, *self._concrete._graph_output_ref_input.values()}
+        concrete = self._made[0]
+        indices = {*concrete._ref_data_idx, *concrete._graph_output_ref_input.values()}
         return tuple(self._input_paths()[i] for i in sorted(indices))
 
     def _input_paths(self) -> Mapping[int, str]:
@@ -202,8 +198,6 @@ class GeLowered(Lowered):
         return "\n".join(lines)
 
     def build(self, bound: Mapping[int, Tensor], **options: Any) -> Any:
-        from dsv4.graph.npu_run import graph_engine
-
         return graph_engine(self.traced, bound, **options)
 
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from dsv4.errors import PlatformError
 from dsv4.graph import ge_passes
+from dsv4.graph.npu_load import graph_config, load
 from dsv4.graph.stages import Lowered, Traced
 
 CAPTURE_LIMIT = 64  # captured graphs that one compiled function may hold
@@ -105,8 +106,6 @@ def _runner(step: Callable[..., Sequence[Tensor]]) -> Run:
 def graph_engine(traced: Traced, bound: Mapping[int, Tensor], *, rank: int = 0, cache: Path | None = None) -> Run:
     """The step compiled whole by the graph engine, from `cache` if it has been compiled there before."""
     _require_npu(traced.label)
-    from dsv4.graph.npu import graph_config, load
-
     load()
     import torchair
 
@@ -143,8 +142,6 @@ class NpuGraphLowered(Lowered):
         """`pool` is a graph memory pool (torch.npu.graph_pool_handle()) that programs which never overlap share: results
         are overwritten by the next replay. `static_kernels` also compiles kernels for the very shapes."""
         _require_npu(self.label)
-        from dsv4.graph.npu import load
-
         load()
         options: dict[str, Any] = {
             "frozen_parameter": True,

@@ -10,6 +10,8 @@ from typing import Any
 from dsv4.checkpoint.manifest import weights
 from dsv4.config import ModelConfig, ParallelConfig, StepShape
 from dsv4.errors import PlatformError
+from dsv4.graph.npu import GeLowered
+from dsv4.graph.npu_load import load
 from dsv4.graph.stages import Traced
 from dsv4.mesh import Mesh
 from dsv4.profile.capture import Geometry, capture, prefix, world
@@ -83,8 +85,6 @@ def copies(cost: ProgramCost, count: int = 8) -> list[dict[str, Any]]:
 
 def _lower(traced: Traced, captured: tuple[str, ...], whole: tuple[str, ...], path: Path) -> dict[str, Any]:
     """Graph-engine nodes of a program, scaled to all layers by the last layer of each kind."""
-    from dsv4.graph.npu import GeLowered
-
     began = time.perf_counter()
     low = GeLowered(traced)
     low.save(path)
@@ -121,10 +121,8 @@ def _lower(traced: Traced, captured: tuple[str, ...], whole: tuple[str, ...], pa
 
 def npu_missing() -> str | None:
     """Why graphs cannot be lowered here, or None."""
-    from dsv4.graph import npu
-
     try:
-        npu.load()
+        load()
     except PlatformError as error:
         return str(error)
     return None
