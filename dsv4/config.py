@@ -196,7 +196,8 @@ class ParallelConfig:
         if min(self.dp, self.tp, self.ep) < 1 or self.dp * self.tp != self.ep:
             raise ConfigError(f"--dp {self.dp} --tp {self.tp} --ep {self.ep}: expected dp x tp = ep, all at least 1")
         for flag, size, name in (("--tp", self.tp, "num_attention_heads"), ("--tp", self.tp, "o_groups"),
-                                 ("--tp", self.tp, "vocab_size"), ("--ep", self.ep, "n_routed_experts")):  # fmt: skip
+                                 ("--tp", self.tp, "hidden_size"), ("--tp", self.tp, "vocab_size"),
+                                 ("--ep", self.ep, "n_routed_experts")):  # fmt: skip
             if getattr(cfg, name) % size:
                 raise ConfigError(f"{flag} {size} does not divide {name} = {getattr(cfg, name)} of this model")
         return self

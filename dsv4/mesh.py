@@ -16,6 +16,8 @@ class Mesh:
     """One rank's view. `tp_group` and `ep_group` are process-group names, None at size 1.
 
     ops_exchange: the op set's `moe` moves rows between EP ranks by itself (NPU dispatch and combine); else rows are gathered.
+    exact: attention's output projection is split over its results instead of its summands, so that nothing is ever summed
+        over ranks and every value has the bits it has on one rank. Two gathers instead of one all-reduce.
     """
 
     dp: int = 1
@@ -25,6 +27,7 @@ class Mesh:
     tp_group: str | None = None
     ep_group: str | None = None
     ops_exchange: bool = False
+    exact: bool = False
 
     @property
     def tp_rank(self) -> int:
@@ -44,6 +47,9 @@ class Mesh:
     def groups(self, cfg: ModelConfig) -> slice:
         return self._part(cfg.o_groups, self.tp, self.tp_rank)
 
+    def hidden(self, cfg: ModelConfig) -> slice:
+        return self._part(cfg.hidden_size, self.tp, self.tp_rank)
+
     def vocabulary(self, cfg: ModelConfig) -> slice:
         return self._part(cfg.vocab_size, self.tp, self.tp_rank)
 
@@ -54,7 +60,7 @@ class Mesh:
 SINGLE = Mesh()
 
 
-def join(parallel: ParallelConfig, *, ops_exchange: bool = False) -> Mesh:
+def join(parallel: ParallelConfig, *, ops_exchange: bool = False, exact: bool = False) -> Mesh:
     """This process's mesh, from an initialised torch.distributed world of `parallel.ep` ranks.
 
     Every rank makes every TP group, in the same order, as torch.distributed demands. Raises ConfigError for a world of
@@ -69,4 +75,4 @@ def join(parallel: ParallelConfig, *, ops_exchange: bool = False) -> Mesh:
     tp_group = groups[rank // parallel.tp].group_name if parallel.tp > 1 else None
     ep_group = dist.group.WORLD.group_name if parallel.ep > 1 else None
     return Mesh(dp=parallel.dp, tp=parallel.tp, ep=parallel.ep, rank=rank, tp_group=tp_group, ep_group=ep_group,
-                ops_exchange=ops_exchange and parallel.ep > 1)  # fmt: skip
+                ops_exchange=ops_exchange and parallel.ep > 1, exact=exact and parallel.tp > 1)  # fmt: skip

@@ -193,6 +193,7 @@ def _attention(cfg: ModelConfig, mesh: Mesh, read: Reader, prefix: str, kind: st
         wq_b.append("indexer.wq_b.weight")  # every rank scores with all index heads: the selection needs the whole sum
         wq_b_rows.append(slice(None))
     wo_a = read(prefix + "wo_a.weight", "act", rows=group_rows)
+    wo_b = {"rows": mesh.hidden(cfg)} if mesh.exact else {"cols": group_rows}
     node = {"swa": WindowAttention, "hca": HcaAttention, "csa": CsaAttention}[kind]
     return node(
         w_in=read([prefix + name for name in w_in], "act"),
@@ -201,7 +202,7 @@ def _attention(cfg: ModelConfig, mesh: Mesh, read: Reader, prefix: str, kind: st
         wq_b=read([prefix + name for name in wq_b], "int8", rows=wq_b_rows),
         sink=read(prefix + "attn_sink", "f32", rows=heads),
         wo_a=wo_a.view(groups.stop - groups.start, rank, wo_a.shape[1]),
-        wo_b=read(prefix + "wo_b.weight", "int8", cols=group_rows),
+        wo_b=read(prefix + "wo_b.weight", "int8", **wo_b),
         **more,
     )
 

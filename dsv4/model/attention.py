@@ -6,7 +6,7 @@ from torch import Tensor
 
 from dsv4.cache import CsaCache, HcaCache, LayerCache, WindowCache
 from dsv4.model.context import Env, StepContext
-from dsv4.ops.collectives import all_reduce
+from dsv4.ops.collectives import all_columns, all_reduce
 from dsv4.params import CsaAttention, HcaAttention, WindowAttention
 
 
@@ -25,9 +25,11 @@ def keys(env: Env, p: WindowAttention, kv: Tensor, rope: Tensor, dtype) -> Tenso
 
 def output(env: Env, p: WindowAttention, o: Tensor) -> Tensor:
     """[T, H, d] heads -> [T, D]: grouped low-rank projection, int8 per (token, group), summed over TP."""
-    groups = p.wo_a.shape[0]
-    z = env.ops.grouped_linear(o.reshape(o.shape[0], groups, -1), p.wo_a)
-    return all_reduce(env.ops.linear(z.flatten(1), p.wo_b, groups), env.mesh.tp_group)
+    groups, mesh = p.wo_a.shape[0], env.mesh
+    z = env.ops.grouped_linear(o.reshape(o.shape[0], groups, -1), p.wo_a).flatten(1)
+    if mesh.exact:
+        return all_columns(env.ops.linear(all_columns(z, mesh), p.wo_b, env.cfg.o_groups), mesh)
+    return all_reduce(env.ops.linear(z, p.wo_b, groups), mesh.tp_group)
 
 
 def swa(env: Env, p: WindowAttention, cache: WindowCache, x: Tensor, at: StepContext) -> tuple[Tensor, WindowCache]:

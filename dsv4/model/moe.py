@@ -65,7 +65,7 @@ def gathered_moe(
     at the price of k times the traffic of sums.
     """
     mesh, ops = env.mesh, env.ops
-    rows, choices, shares = (all_gather(t, mesh.ep_group) for t in (x, ids, weights))
+    rows, choices, shares = _gather_routes(x, ids, weights, mesh.ep_group)
     local = (choices >= first) & (choices < first + w13.shape[0] - 1)
     choices = torch.where(local, choices, -1)
     k = ids.shape[1]
@@ -75,6 +75,14 @@ def gathered_moe(
     shared = ops.moe(x, ids, weights, _last(w13), _last(w2), limit, first)
     y = functools.reduce(torch.add, routes.unbind(1)) + shared
     return y.bfloat16().float() if isinstance(w2, QuantWeight) else y
+
+
+def _gather_routes(x: Tensor, ids: Tensor, weights: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The three of every rank, in one exchange: ids travel as the bits of float32 numbers."""
+    k = ids.shape[1]
+    packed = all_gather(torch.cat([x, weights, ids.view(torch.float32)], 1), group)
+    rows, shares, choices = packed.split([x.shape[1], k, k], 1)
+    return rows, choices.contiguous().view(torch.int32), shares
 
 
 def _last(w: Matrix) -> Matrix:

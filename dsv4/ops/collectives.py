@@ -34,7 +34,7 @@ def reduce_scatter(x: Tensor, group: str | None) -> Tensor:
 
 
 def all_columns(x: Tensor, mesh: Mesh) -> Tensor:
-    """Logits over the whole vocabulary, [n, V], from this rank's columns [n, V/tp]. One exchange."""
+    """[n, V] from this rank's columns [n, V/tp], as of logits over the vocabulary. One exchange."""
     if mesh.tp_group is None:
         return x
     parts = all_gather(x, mesh.tp_group).view(mesh.tp, *x.shape)
