@@ -155,7 +155,7 @@ def start_engine(
     engine = Engine(
         scheduler,
         [BatchBuilder(buckets, rows, settings.k, cfg.vocab_size)],
-        LocalExecutor(worker, threads),
+        LocalExecutor(worker, threads, args.step_timeout),
         model_name=model_name,
         max_model_len=args.max_model_len,
         vocab_size=cfg.vocab_size,

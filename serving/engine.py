@@ -9,9 +9,8 @@ step's tokens, and it does so with the next step already launched.
 import asyncio
 import logging
 import threading
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,8 +111,7 @@ class Engine:
         self._reports: deque[tuple[str, str]] = deque(maxlen=1024)
         self._wake = threading.Condition()
         self._closing = False
-        self._failure: str | None = None
-        self._step_started: float | None = None
+        self._failed = False  # a step failed, and the executor has not been seen working since
         self._totals = Speculation()
         self._prompt_tokens = self._generation_tokens = 0
         self.steps = 0
@@ -133,8 +131,7 @@ class Engine:
         )
         stream = _Stream(asyncio.get_running_loop(), params)
         with self._wake:
-            if self._failure:
-                raise EngineError(self._failure)
+            self._require_working()
             if self._closing:
                 raise EngineError("the engine is shutting down")
             self._scheduler.add(request)
@@ -178,15 +175,17 @@ class Engine:
             )
 
     async def check_health(self) -> None:
-        """Raises EngineError if a worker died, a step failed for good, or the current one exceeds its deadline."""
-        if self._failure:
-            raise EngineError(self._failure)
-        started = self._step_started
-        if started is not None and time.monotonic() - started > self._deadline_s:
-            raise EngineError(f"a step has been running for more than {self._deadline_s:g} s")
+        """Raises EngineError if a worker died, or the current step exceeds its deadline."""
+        self._require_working()
         if not self._thread.is_alive():
             raise EngineError("the engine thread has ended")
         self._executor.check()
+
+    def _require_working(self) -> None:
+        """Raises EngineError while the executor is as broken as the last failed step left it."""
+        if self._failed:
+            self._executor.check()
+            self._failed = False
 
     def why_missed(self, request_id: str) -> str | None:
         """The prefix cache's account of a recent request."""
@@ -269,9 +268,7 @@ class Engine:
             self._deliver([event._replace(error=message)])
 
     def _finish(self, step: _Step) -> None:
-        self._step_started = time.monotonic()
         outputs = step.future.result(timeout=self._deadline_s)
-        self._step_started = None
         parts = list(zip(self._builders, step.plan.partitions, step.work, outputs, strict=True))
         results = [builder.result(part, work, out) for builder, part, work, out in parts]
         with self._wake:
@@ -289,18 +286,27 @@ class Engine:
         """A step failed: every unfinished request ends with an error; the engine goes on if its workers do."""
         message = str(error) if isinstance(error, Dsv4Error) else f"{type(error).__name__}: {error}"
         log.error("step failed: %s", message, exc_info=not isinstance(error, Dsv4Error))
-        self._step_started = None
         with self._wake:
             events = self._scheduler.fail(message)
-            try:
-                self._executor.check()
-            except EngineError as broken:
-                self._failure = str(broken)
+            self._failed = True
         self._deliver(events)
 
     def _deliver(self, events: Sequence[RequestEvent], details: Mapping[str, RowDetails] | None = None) -> None:
         """One wake-up per event loop and step, whatever the number of requests."""
         batches: dict[asyncio.AbstractEventLoop, list[tuple[_Stream, EngineOutput]]] = {}
+        with self._wake:
+            for stream, output in self._outputs_of(events, details or {}):
+                batches.setdefault(stream.loop, []).append((stream, output))
+        for loop, outputs in batches.items():
+            try:
+                loop.call_soon_threadsafe(_put, outputs)
+            except RuntimeError:  # the caller's loop has closed: nobody is left to tell
+                log.debug("%d outputs had no listener", len(outputs))
+
+    def _outputs_of(
+        self, events: Sequence[RequestEvent], details: Mapping[str, RowDetails]
+    ) -> Iterator[tuple[_Stream, EngineOutput]]:
+        """What events mean to their listeners; closes the books of finished requests. Under the lock."""
         for event in events:
             request = event.request
             stream = self._streams.get(request.request_id)
@@ -308,7 +314,7 @@ class Engine:
                 continue
             self._generation_tokens += len(event.tokens)
             scores: Sequence[TokenLogprobs] = ()
-            if stream.is_special and details and (detail := details.get(request.request_id)):
+            if stream.is_special and (detail := details.get(request.request_id)):
                 scores = _token_logprobs(event.tokens, detail, stream.logprobs)
                 stream.drafts = detail.drafts
                 if stream.matcher is not None and event.finish_reason is None:
@@ -332,12 +338,7 @@ class Engine:
                 speculation=request.speculation,
                 error=event.error,
             )
-            batches.setdefault(stream.loop, []).append((stream, output))
-        for loop, outputs in batches.items():
-            try:
-                loop.call_soon_threadsafe(_put, outputs)
-            except RuntimeError:  # the caller's loop has closed: nobody is left to tell
-                log.debug("%d outputs had no listener", len(outputs))
+            yield stream, output
 
     def _log_progress(self) -> None:
         """One line at the first verify step and every PROGRESS_STEPS steps: sums over finished requests."""

@@ -1,6 +1,5 @@
 """The worker: a rank's parameters, cache and row state, and the compiled programs that a step replays on them."""
 
-import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -142,11 +141,12 @@ class Worker:
 class LocalExecutor:
     """One worker in this process, on a thread of its own: kernels run without the interpreter lock."""
 
-    def __init__(self, worker: Worker, threads: int | None = None) -> None:
+    def __init__(self, worker: Worker, threads: int | None = None, step_deadline_s: float = 120.0) -> None:
         self.worker = worker
         self._threads = threads
+        self._deadline_s = step_deadline_s
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="dsv4-worker", initializer=self._start)
-        self._lock = threading.Lock()
+        self._closed = False
         self._began: float | None = None
 
     def _start(self) -> None:
@@ -159,10 +159,11 @@ class LocalExecutor:
 
     def _execute(self, work: Sequence[StepWork]) -> list[list[dict[str, Array]]]:
         self._began = time.monotonic()
-        with torch.no_grad():
-            outputs = [self.worker.execute(part) for part in work]
-        self._began = None
-        return outputs
+        try:
+            with torch.no_grad():
+                return [self.worker.execute(part) for part in work]
+        finally:
+            self._began = None
 
     def start_profile(self, folder: Path) -> None:
         """Begins a trace of the worker's thread. Raises RequestError."""
@@ -172,15 +173,14 @@ class LocalExecutor:
         """Ends the trace; its file. Raises RequestError."""
         return self._pool.submit(self.worker.profiler.stop).result()
 
-    def running_for_s(self) -> float:
-        """How long the current step has been running, 0 if none is."""
-        began = self._began
-        return 0.0 if began is None else time.monotonic() - began
-
     def check(self) -> None:
-        """Raises EngineError once the worker thread can take no more work."""
-        if self._pool._shutdown:
+        """Raises EngineError while a step runs past its deadline, and once the thread takes no more work."""
+        began = self._began
+        if began is not None and time.monotonic() - began > self._deadline_s:
+            raise EngineError(f"a step has been running for more than {self._deadline_s:g} s")
+        if self._closed:
             raise EngineError("the worker has been shut down")
 
     def close(self) -> None:
+        self._closed = True
         self._pool.shutdown(wait=False, cancel_futures=True)

@@ -3,6 +3,8 @@
 import asyncio
 import functools
 import random
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -13,6 +15,7 @@ from dsv4.errors import EngineError
 from dsv4.ops.cpu import default_ops
 from dsv4.params import Params
 from serving.request import SamplingParams
+from tests.e2e.conftest import wait_until
 from tests.support.engines import collect, generate, running, tokens_of
 from tests.support.models import memory_params, quantised, tiny_config, tiny_weights
 from tests.support.runner import Runner
@@ -219,3 +222,79 @@ def test_constrained_output_is_the_same_at_both_widths() -> None:
         assert token == max(legal, key=lambda t: row[t].item())
         known.append(token)
         last = token
+
+
+class Hook:
+    """Stands between engine and worker: what a test makes a step do."""
+
+    def __init__(self, worker) -> None:
+        self.execute, self.before = worker.execute, lambda: None
+        worker.execute = self
+
+    def __call__(self, work):
+        self.before()
+        return self.execute(work)
+
+
+def test_a_failed_step_ends_its_requests_and_nothing_else() -> None:
+    ids = prompt(20, 1)
+    with running(CFG, k_params("f32", 7), 7) as started:
+        hook = Hook(started.worker)
+
+        def fail() -> None:
+            raise RuntimeError("device fell over")
+
+        hook.before = fail
+        outputs = asyncio.run(collect(started.engine, "a", ids, SamplingParams(max_tokens=4)))
+        assert outputs[-1].finish_reason == "error" and "device fell over" in outputs[-1].error
+        hook.before = lambda: None
+        assert generate(started.engine, [ids], 8) == [lone("f32", ids, 8)]
+        asyncio.run(started.engine.check_health())
+        started.scheduler.check()
+
+
+def test_a_hung_step_is_told_and_healed() -> None:
+    """faults.md 12: health names the step past its deadline, requests end with an error, and work goes on afterwards."""
+    ids, release = prompt(20, 1), threading.Event()
+    with running(CFG, k_params("f32", 0), 0, step_timeout=0.3) as started:
+        hook = Hook(started.worker)
+        hook.before = release.wait
+        outputs = asyncio.run(collect(started.engine, "a", ids, SamplingParams(max_tokens=4)))
+        assert outputs[-1].finish_reason == "error"
+        with pytest.raises(EngineError, match=r"more than 0\.3 s"):
+            asyncio.run(started.engine.check_health())
+        with pytest.raises(EngineError, match=r"more than 0\.3 s"):
+            asyncio.run(collect(started.engine, "b", ids, SamplingParams(max_tokens=4)))
+        hook.before = lambda: None
+        release.set()
+        time.sleep(0.1)
+        assert generate(started.engine, [ids], 8) == [lone("f32", ids, 8)]
+        asyncio.run(started.engine.check_health())
+
+
+@pytest.mark.parametrize("k", [0, 7])
+def test_aborts_at_any_moment(k: int) -> None:
+    """Whoever leaves takes nothing along: neighbours' tokens, pages and seats are as if it had never been there."""
+    rng = random.Random(k)
+
+    async def leave(engine, name: str, ids, after: int) -> None:
+        stream = engine.submit(name, ids, SamplingParams(max_tokens=60, ignore_eos=True))
+        for _ in range(after):
+            await anext(stream)
+        engine.abort(name)
+        engine.abort(name)
+
+    async def run(engine):
+        stay = [
+            collect(engine, f"s{i}", prompt(90 + i, i), SamplingParams(max_tokens=30, ignore_eos=True))
+            for i in range(4)
+        ]
+        go = [leave(engine, f"g{i}", prompt(60 + 9 * i, i), rng.randrange(6)) for i in range(12)]
+        return (await asyncio.gather(*stay, *go))[:4]
+
+    with running(CFG, k_params("f32", k), k, max_num_seqs=6) as started:
+        for outputs, i in zip(asyncio.run(run(started.engine)), range(4), strict=True):
+            assert tokens_of(outputs) == lone("f32", prompt(90 + i, i), 30)
+        assert wait_until(lambda: started.engine.stats().running == 0)
+        started.scheduler.check()
+        assert not any(started.scheduler.stats().pages_used.values())
