@@ -1,8 +1,8 @@
 """From a partition's plan (integers) to padded arrays of static shapes, and from a step's output back to tokens.
 
-A step is a list of launches in a fixed order: prefill launches (tiles packed in plan order), then the seeds of the prompts
-that ended (K > 0), then one decode or speculate launch. Everything here is numpy int32 and picklable: it is what one engine
-process sends to its workers.
+A step is a list of launches in a fixed order: prefill launches (tiles packed in plan order), then seeds (K > 0: a request's
+first drafts, just before its first decode row, so that its first token need not wait for them), then one decode or speculate
+launch. Everything here is numpy int32 and picklable: it is what one engine process sends to its workers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,7 +127,7 @@ class _Tile:
 
 
 class BatchBuilder:
-    """Builds the work of one partition. `dummy` is the slot of padding rows (the number of real slots)."""
+    """Builds the work of one partition, step after step. `dummy` is the slot of padding rows (the number of real slots)."""
 
     def __init__(self, buckets: Buckets, dummy: int, k: int, vocab_size: int) -> None:
         self._buckets = buckets
@@ -135,13 +135,14 @@ class BatchBuilder:
         self._k = k
         self._words = -(-vocab_size // 32)
         self._tile = max(query_len for query_len, _ in buckets.tiles)
+        self._unseeded: set[int] = set()  # slots whose prompt has ended and whose drafter has not run yet
 
     def build(self, plan: PartitionPlan, extras: Mapping[int, RowExtras] | None = None) -> StepWork:
         """The launches of a plan, in the order of this module's docstring. `extras` by slot makes them full steps."""
         extras = extras or {}
         launches = list(self._prefill(plan.prefill, extras))
-        if self._k and plan.finals:
-            launches += self._rows("seed", self._k, [chunk.slot for chunk in plan.finals], 0, {})
+        if self._k and (slots := self._seeds(plan, extras)):
+            launches += self._rows("seed", self._k, slots, 0, {})
         if plan.decode:
             kind: StepKind = "speculate" if self._k else "decode"
             reach = max(min(seat.upper, seat.request.limit) for seat in plan.decode)
@@ -152,6 +153,14 @@ class BatchBuilder:
             if updates.slots
         }
         return StepWork(tables, tuple(launches))
+
+    def _seeds(self, plan: PartitionPlan, extras: Mapping[int, RowExtras]) -> list[int]:
+        """Slots to draft for in this step: those about to decode, and those whose drafts the host must know before they do."""
+        self._unseeded |= {chunk.slot for chunk in plan.finals}
+        told = extras.keys() & {chunk.slot for chunk in plan.finals}
+        slots = sorted(self._unseeded & (told | set(plan.slots)))
+        self._unseeded -= set(slots)
+        return slots
 
     def result(
         self, plan: PartitionPlan, work: StepWork, outputs: Sequence[dict[str, Array] | None]

@@ -54,6 +54,27 @@ def test_fine_buckets_pad_little(lengths: list[int], tokens: int) -> None:
     assert sum(launch.shape.tokens for launch in launches(lengths, fine=True)) == tokens
 
 
+def test_first_drafts_wait_for_the_first_decode_row() -> None:
+    """A first token is out before its request's drafter has run; a request that ends with it never pays for one."""
+    builder = BatchBuilder(default_buckets(4096, SLOTS, 4, 128), SLOTS, 7, 64)
+
+    def kinds(prefill: list[int], decode: list[int], extras=None) -> list[tuple[str, list[int]]]:
+        chunks = [chunk(slot, 20) for slot in prefill]
+        seats = [SimpleNamespace(slot=s, upper=20, request=SimpleNamespace(limit=99)) for s in decode]
+        work = builder.build(PartitionPlan({}, prefill=chunks, decode=seats), extras)
+        return [(at.shape.kind, at.arrays["slots"][: at.live].tolist()) for at in work.launches]
+
+    assert kinds([3, 1, 2], []) == [("prefill", [3, 1, 2])]
+    assert kinds([4], [1, 3]) == [("prefill", [4]), ("seed", [1, 3]), ("speculate", [1, 3])]
+    assert kinds([2], [3]) == [("prefill", [2]), ("speculate", [3])]  # the former request in slot 2 never decoded
+    assert kinds([], [4, 2]) == [("seed", [2, 4]), ("speculate", [4, 2])]
+    assert kinds([5], [], {5: RowExtras()}) == [
+        ("prefill", [5]),
+        ("seed", [5]),
+    ]  # its drafts decide the next step's masks
+    assert kinds([], [5]) == [("speculate", [5])]
+
+
 def test_full_steps_come_in_few_sizes() -> None:
     buckets = default_buckets(1024, SLOTS, 4, 128, fine=True)
     assert buckets.full_tiles == ((16, 1), (128, 1), (128, 4))
