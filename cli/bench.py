@@ -32,7 +32,7 @@ def _option(help: str, *flags: str, **fields: Any) -> Any:
     return typer.Option(*flags, help=help, rich_help_panel="Benchmark", **fields)
 
 
-@takes_engine_args
+@takes_engine_args()
 def bench(
     args: EngineArgs,
     mode: Annotated[str, _option("offline: engine in this process; online: over HTTP; both.")] = "both",

@@ -56,7 +56,7 @@ async def _all(built: Built, prompts: list[str], params: SamplingParams) -> list
     return await asyncio.gather(*(_one(built, i, prompt, params) for i, prompt in enumerate(prompts)))
 
 
-@takes_engine_args
+@takes_engine_args()
 def generate(
     args: EngineArgs,
     prompt: Annotated[list[str], typer.Option("--prompt", help="A prompt; repeat for several.")],

@@ -6,7 +6,7 @@ import functools
 import inspect
 import json
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -88,8 +88,8 @@ FLAGS_FILE = inspect.Parameter(
 )
 
 
-def engine_parameters() -> list[inspect.Parameter]:
-    """One keyword parameter per field of EngineArgs, annotated for Typer."""
+def engine_parameters(aliases: Mapping[str, tuple[str, ...]]) -> list[inspect.Parameter]:
+    """One keyword parameter per field of EngineArgs, annotated for Typer; `aliases` are further flags of fields."""
     hints = get_type_hints(EngineArgs)
     parameters = []
     for field in dataclasses.fields(EngineArgs):
@@ -97,7 +97,7 @@ def engine_parameters() -> list[inspect.Parameter]:
         flag = "--" + field.name.replace("_", "-")
         if hints[field.name] is bool and flag.startswith("--enable-"):
             flag = f"{flag}/--no-{flag.removeprefix('--')}"
-        option = typer.Option(flag, *extra, help=text, rich_help_panel=panel)
+        option = typer.Option(flag, *extra, *aliases.get(field.name, ()), help=text, rich_help_panel=panel)
         default = inspect.Parameter.empty if field.default is dataclasses.MISSING else field.default
         parameters.append(
             inspect.Parameter(
@@ -110,19 +110,23 @@ def engine_parameters() -> list[inspect.Parameter]:
     return parameters
 
 
-def takes_engine_args(command: Callable[..., Any]) -> Callable[..., Any]:
+def takes_engine_args(**aliases: tuple[str, ...]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Gives `command(args: EngineArgs, ...)` all engine flags in front of its own options."""
-    own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
-    names = {field.name for field in dataclasses.fields(EngineArgs)}
 
-    @functools.wraps(command)
-    def wrapper(**values: Any) -> Any:
-        values.pop("flags")
-        engine = EngineArgs(**{name: values.pop(name) for name in names})
-        return command(engine, **values)
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
+        names = {field.name for field in dataclasses.fields(EngineArgs)}
 
-    keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
-    parameters = [FLAGS_FILE, *engine_parameters(), *keyword]
-    wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
-    return wrapper
+        @functools.wraps(command)
+        def wrapper(**values: Any) -> Any:
+            values.pop("flags")
+            engine = EngineArgs(**{name: values.pop(name) for name in names})
+            return command(engine, **values)
+
+        keyword = [p.replace(kind=inspect.Parameter.KEYWORD_ONLY) for p in own]
+        parameters = [FLAGS_FILE, *engine_parameters(aliases), *keyword]
+        wrapper.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        wrapper.__annotations__ = {p.name: p.annotation for p in parameters}
+        return wrapper
+
+    return decorate

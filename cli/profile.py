@@ -83,7 +83,7 @@ def _write(out: Path, data: dict[str, Any]) -> None:
     (out / "trace.json").write_text(trace(data))
 
 
-@takes_engine_args
+@takes_engine_args(model=("--config",))
 def profile(
     args: EngineArgs,
     out: Annotated[Path, typer.Option(help="Folder for profile.json, report.html, trace.json and the programs.")],

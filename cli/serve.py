@@ -31,7 +31,7 @@ def _app(built: Built, settings: HttpSettings) -> FastAPI:
     return create_app(built.engine, built.tokenizer, settings=settings, texts=texts, grammars=grammars)
 
 
-@takes_engine_args
+@takes_engine_args()
 def serve(
     args: EngineArgs,
     host: Annotated[str, typer.Option(help="Address to listen on.", rich_help_panel="HTTP")] = "127.0.0.1",
