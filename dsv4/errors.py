@@ -9,6 +9,7 @@
     │   └── UnknownModelError     HTTP 404
     ├── OverloadedError           the waiting queue is full: HTTP 503 with Retry-After
     └── EngineError               a step failed or a worker died: in-flight requests end with "error"
+        └── UnavailableError      workers are lost or hang: HTTP 503 until they are back
 
 Programming mistakes stay `AssertionError`, `TypeError` and friends.
 """
@@ -57,3 +58,7 @@ class OverloadedError(Dsv4Error):
 
 class EngineError(Dsv4Error):
     """The engine could not finish a step."""
+
+
+class UnavailableError(EngineError):
+    """The engine takes no requests now: its workers are lost, hang, or are being restarted."""

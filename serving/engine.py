@@ -10,15 +10,15 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Protocol
 
-from dsv4.errors import Dsv4Error, EngineError
+from dsv4.errors import Dsv4Error, EngineError, UnavailableError
 from dsv4.model.choose import TOP
-from serving.batches import Array, BatchBuilder, RowDetails, RowExtras, StepWork
+from serving.batches import BatchBuilder, RowDetails, RowExtras, StepWork
+from serving.executor import Executor, StepOutputs
 from serving.plan import RequestEvent, ScheduledRequest, StepPlan
 from serving.protocol import EngineStats
 from serving.request import EngineOutput, FinishReason, SamplingParams, Speculation, TokenLogprobs
@@ -27,23 +27,6 @@ from serving.scheduler import Scheduler
 log = logging.getLogger("dsv4.engine")
 
 PROGRESS_STEPS = 500
-StepOutputs = Sequence[Sequence[dict[str, Array]]]
-
-
-class Executor(Protocol):
-    """Runs steps in the order given; the future holds, per partition and launch, the output's leaves by name."""
-
-    def submit(self, work: Sequence[StepWork]) -> "Future[StepOutputs]": ...
-
-    def check(self) -> None:
-        """Raises EngineError naming what is wrong with a worker."""
-        ...
-
-    def start_profile(self, folder: Path) -> None: ...
-
-    def stop_profile(self) -> Path: ...
-
-    def close(self) -> None: ...
 
 
 class _Stream:
@@ -78,7 +61,7 @@ class _Step:
 class Engine:
     """Implements `serving.protocol.EngineClient` over a scheduler and an executor.
 
-    step_deadline_s: a step that takes longer makes the engine unhealthy.
+    step_deadline_s: a step that takes longer makes the engine unhealthy. align: gives partitions a common sequence of shapes.
     """
 
     def __init__(
@@ -94,6 +77,7 @@ class Engine:
         eos_token_id: int,
         num_speculative_tokens: int = 0,
         step_deadline_s: float = 120.0,
+        align: Callable[[Sequence[StepWork]], Sequence[StepWork]] = list,
     ) -> None:
         self.model_name = model_name
         self.max_model_len = max_model_len
@@ -104,6 +88,7 @@ class Engine:
         self.max_logprobs: int | None = min(TOP, vocab_size)
         self._scheduler = scheduler
         self._builders = builders
+        self._align = align
         self._executor = executor
         self._deadline_s = step_deadline_s
         self._streams: dict[str, _Stream] = {}
@@ -112,16 +97,18 @@ class Engine:
         self._wake = threading.Condition()
         self._closing = False
         self._failed = False  # a step failed, and the executor has not been seen working since
+        self._lost = False  # workers are gone, and the scheduler does not know yet
         self._totals = Speculation()
         self._prompt_tokens = self._generation_tokens = 0
         self.steps = 0
         self._thread = threading.Thread(target=self._run, name="dsv4-engine", daemon=True)
+        executor.watch(self._on_loss)
         self._thread.start()
 
     # Callers' side
 
     def submit(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> AsyncIterator[EngineOutput]:
-        """Queues a request. Raises RequestError, OverloadedError or EngineError before any device work."""
+        """Queues a request. Raises RequestError, OverloadedError or UnavailableError before any device work."""
         request = ScheduledRequest(
             request_id=request_id,
             tokens=list(prompt_ids),
@@ -131,7 +118,10 @@ class Engine:
         )
         stream = _Stream(asyncio.get_running_loop(), params)
         with self._wake:
-            self._require_working()
+            try:
+                self._require_working()
+            except EngineError as error:
+                raise UnavailableError(str(error)) from None
             if self._closing:
                 raise EngineError("the engine is shutting down")
             self._scheduler.add(request)
@@ -204,8 +194,15 @@ class Engine:
         with self._wake:
             self._closing = True
             self._wake.notify()
+        if self._failed:
+            self._executor.close()  # a recovery under way must not be waited for
         self._thread.join(timeout=30)
         self._executor.close()
+
+    def _on_loss(self) -> None:
+        with self._wake:
+            self._lost = self._failed = True
+            self._wake.notify()
 
     # Engine thread
 
@@ -213,13 +210,16 @@ class Engine:
         in_flight: deque[_Step] = deque()
         while True:
             with self._wake:
-                while not (in_flight or len(self._scheduler) or self._closing):
+                while not (in_flight or len(self._scheduler) or self._closing or self._lost):
                     self._wake.wait()
                 if self._closing:
                     break
-                plan = self._scheduler.plan()
+                plan = None if self._lost else self._scheduler.plan()
             try:
-                if plan is not None:
+                if self._lost:
+                    self._executor.check()
+                    self._lost = False
+                elif plan is not None:
                     in_flight.append(self._launch(plan))
                 elif in_flight:
                     self._finish(in_flight.popleft())
@@ -244,7 +244,7 @@ class Engine:
                     if stream is not None and stream.is_special:
                         found[seat.slot] = seat.request.request_id
                         wants[seat.slot] = self._wanted(seat.request.request_id, stream)
-        work = [b.build(p, e) for b, p, e in zip(self._builders, plan.partitions, extras, strict=True)]
+        work = self._align([b.build(p, e) for b, p, e in zip(self._builders, plan.partitions, extras, strict=True)])
         return _Step(plan, work, self._executor.submit(work), special)
 
     def _wanted(self, request_id: str, stream: _Stream) -> RowExtras:
@@ -268,7 +268,11 @@ class Engine:
             self._deliver([event._replace(error=message)])
 
     def _finish(self, step: _Step) -> None:
-        outputs = step.future.result(timeout=self._deadline_s)
+        try:
+            outputs = step.future.result(timeout=self._deadline_s)
+        except TimeoutError:
+            self._executor.check()  # it knows who keeps us waiting
+            raise
         parts = list(zip(self._builders, step.plan.partitions, step.work, outputs, strict=True))
         results = [builder.result(part, work, out) for builder, part, work, out in parts]
         with self._wake:
@@ -288,8 +292,12 @@ class Engine:
         log.error("step failed: %s", message, exc_info=not isinstance(error, Dsv4Error))
         with self._wake:
             events = self._scheduler.fail(message)
-            self._failed = True
+            self._failed, self._lost = True, False
         self._deliver(events)
+        try:
+            self._executor.recover()
+        except EngineError as broken:
+            log.error("%s", broken)
 
     def _deliver(self, events: Sequence[RequestEvent], details: Mapping[str, RowDetails] | None = None) -> None:
         """One wake-up per event loop and step, whatever the number of requests."""

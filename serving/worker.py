@@ -165,6 +165,12 @@ class LocalExecutor:
         finally:
             self._began = None
 
+    def watch(self, notify: Callable[[], None]) -> None:
+        """A worker in this process is not lost before the process is."""
+
+    def recover(self) -> None:
+        """Nothing to do: a step that failed is over, and one that hangs holds up those behind it."""
+
     def start_profile(self, folder: Path) -> None:
         """Begins a trace of the worker's thread. Raises RequestError."""
         self._pool.submit(self.worker.profiler.start, folder).result()

@@ -11,7 +11,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from dsv4.errors import Dsv4Error, EngineError, OverloadedError, RequestError, UnknownModelError
+from dsv4.errors import Dsv4Error, EngineError, OverloadedError, RequestError, UnavailableError, UnknownModelError
 
 logger = logging.getLogger("dsv4.http")
 
@@ -61,6 +61,8 @@ def describe(error: Dsv4Error) -> tuple[int, dict[str, Any], dict[str, str]]:
             return 400, body, {}
         case RequestTimeoutError():
             return 504, error_body(str(error), kind="timeout_error", code="request_timeout"), {}
+        case UnavailableError():
+            return 503, error_body(str(error), kind="server_error", code="unavailable"), {"Retry-After": "5"}
         case EngineError():
             return 500, error_body(str(error), kind="server_error", code="engine_error"), {}
     return 500, error_body(str(error), kind="server_error"), {}
