@@ -6,6 +6,7 @@ few lines.
 """
 
 import contextlib
+import functools
 import struct
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -142,6 +143,7 @@ def idle_casts(graph: Any) -> list[Any]:
     by_name = {op.name: op for op in graph.op}
     kept = _controlled(graph)
 
+    @functools.cache
     def dtype(name: str) -> int | None:
         op, port = by_name[_stem(name)], int(name.rpartition(":")[2])
         if op.type == "SelectV2":

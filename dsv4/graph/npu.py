@@ -162,7 +162,8 @@ class GeLowered(Lowered):
         """Paths of the leaves that the graph writes in place."""
         concrete = self._made[0]
         indices = {*concrete._ref_data_idx, *concrete._graph_output_ref_input.values()}
-        return tuple(self._input_paths()[i] for i in sorted(indices))
+        paths = self._input_paths()
+        return tuple(paths[i] for i in sorted(indices))
 
     def _input_paths(self) -> Mapping[int, str]:
         """Graph-engine input number to leaf path: inputs that no node uses are dropped and the rest renumbered."""

@@ -105,7 +105,6 @@ def _lower(traced: Traced, captured: tuple[str, ...], whole: tuple[str, ...], pa
         layer, part = name.split("/")
         if layer.startswith("layer "):
             biggest[part] += n
-    donated = sorted(leaf.path for leaf in traced.args_info if leaf.donated and leaf.path in low.written_inputs)
     return {
         "captured_nodes": low.node_count,
         "nodes": total,
@@ -113,7 +112,7 @@ def _lower(traced: Traced, captured: tuple[str, ...], whole: tuple[str, ...], pa
         "by_type": dict(low.histogram().most_common()),
         "by_part": dict(biggest.most_common()),
         "copied_inputs": low.copied_pools(),
-        "written_inputs": len(donated),
+        "written_inputs": len(low.written_inputs),
         "collectives": [f"{kind} {group}" for kind, group, _ in low.collectives()],
         "seconds": time.perf_counter() - began,
     }
