@@ -8,7 +8,8 @@
 *steps*    a decode step at 1 and 8 rows against its matrix products alone, as `F.linear` and in our own kernels
 *ttft*     time to the first token at K=7 over K=0
 
-`transformers` has the dequantised weights in float32. Repeats are interleaved, so that all see the same machine.
+`transformers` has the dequantised weights in float32. Repeats are interleaved, so that all see the same machine. On a machine
+that is busy with other things, `--clock cpu --threads 1` compares processor time instead: everything either side computes.
 """
 
 import argparse
@@ -24,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import StoppingCriteria
 
-from bench.engines import BenchEngine, always_right
+from bench.engines import BenchEngine, Clock, always_right
 from bench.models import Model
 from bench.products import live_rows, step_products
 from dsv4.config import StepShape
@@ -53,25 +54,26 @@ def interleaved(runs: dict[str, Callable[[], float]], repeats: int) -> dict[str,
     return {name: median(values) for name, values in found.items()}
 
 
-class Clock(StoppingCriteria):
+class Stamps(StoppingCriteria):
     """Stops nothing; notes when each token was there."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self.clock = clock
         self.at: list[float] = []
 
     def __call__(self, input_ids, scores, **_):
-        self.at.append(time.perf_counter())
+        self.at.append(self.clock())
         return torch.zeros(len(input_ids), dtype=torch.bool)
 
 
-def reference_rate(reference, batch: list[list[int]], count: int) -> float:
+def reference_rate(reference, batch: list[list[int]], count: int, clock: Clock) -> float:
     """Tokens per second of eager `generate` after the first token of each row."""
-    clock, ids = Clock(), torch.tensor(batch)
+    stamps, ids = Stamps(clock), torch.tensor(batch)
     reference.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, min_new_tokens=count, do_sample=False,
-        pad_token_id=0, stopping_criteria=[clock],
+        pad_token_id=0, stopping_criteria=[stamps],
     )  # fmt: skip
-    return len(batch) * (count - 1) / (clock.at[-1] - clock.at[0])
+    return len(batch) * (count - 1) / (stamps.at[-1] - stamps.at[0])
 
 
 def print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
@@ -86,14 +88,17 @@ def print_table(title: str, head: list[str], rows: list[list[str]]) -> None:
 class Comparison:
     """Engines are started when first asked for and stay: everything is measured on the same ones."""
 
-    def __init__(self, model: Model, threads: int, repeats: int) -> None:
-        self.model, self.threads, self.repeats = model, threads, repeats
+    def __init__(self, model: Model, threads: int, repeats: int, clock: Clock) -> None:
+        self.model, self.threads, self.repeats, self.clock = model, threads, repeats, clock
         self._engines: dict[tuple[str, int], BenchEngine] = {}
         self._reference = None
 
+    def _start(self, form: str, k: int) -> BenchEngine:
+        return BenchEngine(self.model, FORMS[form], k, self.threads, self.clock)
+
     def engine(self, form: str, k: int) -> BenchEngine:
         if (form, k) not in self._engines:
-            self._engines[form, k] = BenchEngine(self.model, FORMS[form], k, self.threads)
+            self._engines[form, k] = self._start(form, k)
         return self._engines[form, k]
 
     @property
@@ -115,11 +120,11 @@ class Comparison:
             for batch in batches.values():
                 tokens = self.engine(form, 0).run(batch, TOKENS).tokens
                 known |= {tuple(p): t for p, t in zip(batch, tokens, strict=True)}
-            right[form] = BenchEngine(self.model, FORMS[form], 7, self.threads)
+            right[form] = self._start(form, 7)
             always_right(right[form].started.worker, known)
         rows = []
         for size, batch in batches.items():
-            runs = {"transformers": lambda batch=batch: reference_rate(self.reference, batch, TOKENS)}
+            runs = {"transformers": lambda batch=batch: reference_rate(self.reference, batch, TOKENS, self.clock)}
             for form in FORMS:
                 for name, engine in ((f"K=0 {form}", self.engine(form, 0)), (f"K=7 {form}, always right", right[form])):
                     runs[name] = lambda engine=engine, batch=batch: engine.run(batch, TOKENS).decode_rate
@@ -139,9 +144,9 @@ class Comparison:
         ids = torch.tensor([prompt])
 
         def reference() -> float:
-            began = time.perf_counter()
+            began = self.clock()
             self.reference(ids, use_cache=True, logits_to_keep=1)
-            return time.perf_counter() - began
+            return self.clock() - began
 
         runs = {"transformers": reference}
         runs |= {f"K=0 {f}": lambda f=f: self.engine(f, 0).run([prompt], 1).first_s for f in FORMS}
@@ -186,9 +191,9 @@ class Comparison:
         bare, own = step_products(worker, shape, self.threads)
 
         def timed(run: Callable[[], object]) -> float:
-            began = time.perf_counter()
+            began = self.clock()
             run()
-            return time.perf_counter() - began
+            return self.clock() - began
 
         runs = {"step": lambda: worker._replay(launch), "bare": bare, "own": own}
         found = interleaved({name: lambda run=run: timed(run) for name, run in runs.items()}, 40 * self.repeats)
@@ -205,12 +210,16 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--only", nargs="+", choices=parts, default=list(parts))
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = Model(options.model, LONG + 256)
     load = os.getloadavg()[0]
-    console.print(f"{model}; {options.threads} threads, medians of {options.repeats}; load {load:.1f} at the start")
-    comparison = Comparison(model, options.threads, options.repeats)
+    console.print(
+        f"{model}; {options.threads} threads, {options.clock} clock, medians of {options.repeats}; load {load:.1f} at the start"
+    )
+    clock = time.perf_counter if options.clock == "wall" else time.process_time
+    comparison = Comparison(model, options.threads, options.repeats, clock)
     try:
         for part in options.only:
             getattr(comparison, part)()

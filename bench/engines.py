@@ -1,8 +1,8 @@
-"""Engines for benchmarks: started in this process, driven request by request, with a drafter that is always right."""
+"""Engines for benchmarks: started in this process, driven request by request; and a drafter that is always right."""
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,8 @@ from serving.args import EngineArgs, resolve
 from serving.build import Started, start_engine
 from serving.request import SamplingParams
 from serving.worker import Worker
+
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -31,10 +33,12 @@ class Timing:
 class BenchEngine:
     """An engine over one form of a model. Prefix caching is off unless asked for: every prompt is computed."""
 
-    def __init__(self, model: Model, dtype: torch.dtype | None, k: int, threads: int, **flags) -> None:
+    def __init__(
+        self, model: Model, dtype: torch.dtype | None, k: int, threads: int, clock: Clock = time.perf_counter, **flags
+    ) -> None:  # fmt: skip
         flags = {"max_num_seqs": 8, "max_model_len": model.max_positions, "enable_prefix_caching": False} | flags
         args = EngineArgs(model="bench", threads=threads, num_speculative_tokens=k, **flags)
-        self.k = k
+        self.k, self._clock = k, clock
         self.started: Started = start_engine(
             model.cfg, model.params(dtype, k), resolve(args, model.cfg, "cpu"), "bench"
         )
@@ -49,7 +53,7 @@ class BenchEngine:
             tokens: list[int] = []
             async for output in self.started.engine.submit(f"bench-{self._requests}", prompt, params):
                 if not tokens:
-                    firsts.append(time.perf_counter())
+                    firsts.append(self._clock())
                 tokens += output.token_ids
                 if output.error:
                     raise RuntimeError(output.error)
@@ -57,9 +61,9 @@ class BenchEngine:
 
         async def everyone() -> Timing:
             firsts: list[float] = []
-            began = time.perf_counter()
+            began = self._clock()
             tokens = await asyncio.gather(*(one(prompt, firsts) for prompt in prompts))
-            return Timing(max(firsts) - began, time.perf_counter() - began, tokens)
+            return Timing(max(firsts) - began, self._clock() - began, tokens)
 
         return asyncio.run(everyone())
 
