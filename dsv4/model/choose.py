@@ -34,6 +34,5 @@ def choose(env: Env, params: Params, streams: Tensor, extras: Extras | None) -> 
     if extras is None:
         return global_argmax(env.ops, scores, env.mesh), None
     scores = all_columns(scores, env.mesh)
-    scores = all_columns(scores, env.mesh)
     tokens = env.ops.argmax(allowed(scores, extras.mask))
     return tokens, log_probabilities(scores, tokens)
