@@ -31,6 +31,7 @@ from tools.training.weights import make_params
 
 LENGTH, SEQUENCES = 512, 128
 PROMPTS, SHORTEST, LONGEST, MAX_TOKENS = 64, 32, 256, 256
+SHORT_TOKENS = 64  # before most answers begin to repeat themselves
 SAMPLES, SAMPLE_LINES, SAMPLE_TOKENS = 4, 6, 80
 
 
@@ -84,6 +85,7 @@ def generation(w8a8: Path, corpus: Corpus, tokenizer: Tokenizer, seed: int, thre
     prompts = prompts_of(corpus.held_out, PROMPTS, SHORTEST, LONGEST, seed)
     plain = continuations(w8a8, prompts, MAX_TOKENS, drafts=0, rows=16, threads=threads)
     drafted = continuations(w8a8, prompts, MAX_TOKENS, drafts=DRAFTS, rows=16, threads=threads)
+    short = continuations(w8a8, prompts, SHORT_TOKENS, drafts=DRAFTS, rows=16, threads=threads)
     same = sum(x == y for a, b in zip(plain, drafted, strict=True) for x, y in zip(a.tokens, b.tokens, strict=False))
     speculation = total(drafted)
     samples = [
@@ -99,7 +101,9 @@ def generation(w8a8: Path, corpus: Corpus, tokenizer: Tokenizer, seed: int, thre
         "same_lengths": all(len(a.tokens) == len(b.tokens) for a, b in zip(plain, drafted, strict=True)),
         "verify_steps": speculation.verify_steps, "mean_accepted_length": speculation.mean_accepted_length,
         "accepted_per_position": [n / speculation.verify_steps for n in speculation.accepted_per_position],
-        "repeated_share": repeated_share(drafted), "samples": samples,
+        "repeated_share": repeated_share(drafted), "short_tokens": SHORT_TOKENS,
+        "short_mean_accepted_length": total(short).mean_accepted_length, "short_repeated_share": repeated_share(short),
+        "samples": samples,
     }  # fmt: skip
 
 

@@ -28,7 +28,9 @@ class Recipe:
     """`*_steps` are optimiser steps; a step sees rows x length tokens.
 
     The target's learning rate is level for `plain_fraction` of its steps, then declines to zero, on longer sequences, with
-    quantisation and the indexer's selection simulated. The drafter trains against that form throughout.
+    quantisation and the indexer's selection simulated. The drafter trains against that form throughout: `drafter_stop` steps
+    on corpus and rollouts, then `tune_steps` on rollouts with the target's distribution at `temperature`, since decoding is
+    greedy.
     """
 
     seed: int = 0
@@ -42,13 +44,17 @@ class Recipe:
     bias_speed: float = 2e-3
     warmup_steps: int = 100
     weight_decay: float = 0.05
-    drafter_steps: int = 1200
+    drafter_steps: int = 2000
     drafter_rows: int = 4
     anchors: int = 48
     drafter_lr: float = 3e-3
     corpus_fraction: float = 0.25
     gamma: float = 4.0
     drafter_level: float = 0.5
+    drafter_stop: int = 1500
+    tune_steps: int = 3000
+    tune_lr: float = 2e-3
+    temperature: float = 0.3
     rollouts: int = 2048
     rollout_length: int = 512
     held_out: float = 0.05

@@ -29,7 +29,8 @@ def is_frozen(name: str) -> bool:
 class Trainer:
     """Named weights and all that is needed to go on after an interruption.
 
-    A loss function maps (step, rng) to a loss and figures to record; `after` runs when the weights have moved.
+    A loss function maps (step, rng) to a loss and figures to record; `after` runs when the weights have moved. `stop` ends the
+    training before its schedule of `steps` does.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class Trainer:
     weight_decay: float
     seed: int
     level: float
+    stop: int | None = None
     history: list[dict[str, float]] = field(default_factory=list)
     step: int = 0
 
@@ -81,7 +83,8 @@ class Trainer:
         """Trains to `steps`, printing a line every 20 steps and saving (with `evaluate`'s figures) every `every`."""
         begun, cpu, first = time.perf_counter(), time.process_time(), self.step
         sums: dict[str, list[float]] = {}
-        while self.step < self.steps:
+        last = self.stop or self.steps
+        while self.step < last:
             rng = torch.Generator().manual_seed(self.seed * 1_000_003 + self.step)
             loss, figures = loss_of(self.step, rng)
             loss.backward()
@@ -94,7 +97,7 @@ class Trainer:
             self.step += 1
             for name, value in ({"loss": loss.item(), "norm": norm.item()} | figures).items():
                 sums.setdefault(name, []).append(value)
-            done = self.step == self.steps
+            done = self.step == last
             if self.step % 20 == 0 or done:
                 line = {"step": self.step} | {n: round(sum(v) / len(v), 4) for n, v in sums.items()}
                 sums.clear()
@@ -103,7 +106,7 @@ class Trainer:
                 self.history.append(line)
                 pace = (time.perf_counter() - begun) / (self.step - first)
                 busy = (time.process_time() - cpu) / (self.step - first)
-                left = f"{pace * 1e3:.0f} ({busy * 1e3:.0f} cpu) ms/step, {pace * (self.steps - self.step) / 60:.1f} min left"
+                left = f"{pace * 1e3:.0f} ({busy * 1e3:.0f} cpu) ms/step, {pace * (last - self.step) / 60:.1f} min left"
                 print("  ".join(f"{n} {v}" for n, v in line.items()), f"  {left}", flush=True)
             if self.step % every == 0 or done:
                 self.save()
