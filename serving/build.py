@@ -9,18 +9,22 @@ from pathlib import Path
 import torch
 
 from dsv4.cache import page_bytes
-from dsv4.checkpoint.load import load_params
+from dsv4.checkpoint.load import abstract_params, load_params
 from dsv4.config import ModelConfig, load_config
-from dsv4.mesh import SINGLE
+from dsv4.mesh import SINGLE, Mesh
 from dsv4.params import Params, act_dtype
 from dsv4.tree import tree_bytes
+from serving.align import aligner
 from serving.args import GROUP_ROWS, EngineArgs, EngineSettings, resolve
-from serving.batches import BatchBuilder, default_buckets
+from serving.batches import BatchBuilder, Buckets, default_buckets
 from serving.capacity import CACHED_BLOCKS, PagePlan, host_memory_bytes, plan_pages
 from serving.engine import Engine
+from serving.executor import Executor
 from serving.pages import PageGroup, page_groups
 from serving.plan import SchedulerConfig
 from serving.platform import choose_platform
+from serving.rank_messages import Ready, Setup
+from serving.ranks import RankExecutor
 from serving.scheduler import Scheduler
 from serving.tokenizer import Tokenizer
 from serving.worker import LocalExecutor, Worker
@@ -38,31 +42,32 @@ Progress = Callable[[str, int, int], None]
 class Built:
     """A started engine and what a banner should say about it."""
 
-    engine: Engine
     tokenizer: Tokenizer
     cfg: ModelConfig
     settings: EngineSettings
-    plan: PagePlan
-    weight_bytes: int
-    programs: int
-    target: str
+    started: "Started"
+
+    @property
+    def engine(self) -> Engine:
+        return self.started.engine
 
     def banner(self) -> list[tuple[str, str]]:
         """(what, value) lines for the start of a server."""
-        args, s = self.settings.args, self.settings
-        p = s.parallel
+        args, s, started = self.settings.args, self.settings, self.started
+        p, plan = s.parallel, started.plan
         drafting = f"K={s.k} (DSpark)" if s.k else "K=0"
         return [
-            ("model", f"{self.engine.model_name} ({self.cfg.num_hidden_layers} layers, {self.weight_bytes / 2**20:,.1f} MiB)"),
-            ("platform", f"{s.platform}, target {self.target}, devices {','.join(map(str, s.devices))}"),
+            ("model", f"{self.engine.model_name} ({self.cfg.num_hidden_layers} layers, {started.weight_bytes / 2**20:,.1f} MiB)"),
+            ("platform", f"{s.platform}, target {started.target}, devices {','.join(map(str, s.devices))}"),
             ("parallel", f"dp {p.dp} x tp {p.tp} = ep {p.ep}"),
             ("decoding", f"greedy, {drafting}"),
             ("limits", f"{args.max_num_seqs} requests, {args.max_model_len:,} tokens each, {args.max_num_batched_tokens:,} a step"),
             ("prefill", f"chunks of {s.chunk:,} tokens" + ("" if args.enable_chunked_prefill else ", not chunked")),
-            ("cache", f"{self.plan.total_bytes / 2**20:,.1f} MiB: {self.plan.seats:g} full requests + "
-                      f"{self.plan.cached_blocks} cached blocks (bound by {self.plan.bound})"),
+            ("cache", f"{plan.total_bytes / 2**20:,.1f} MiB: {plan.seats:g} full requests + "
+                      f"{plan.cached_blocks} cached blocks (bound by {plan.bound})"),
             ("prefix cache", "on" if args.enable_prefix_caching else "off"),
-            ("programs", f"{self.programs} captured"),
+            ("programs", f"{started.programs} captured"),
+            *started.rank_lines(),
         ]  # fmt: skip
 
 
@@ -110,13 +115,31 @@ def page_plan(cfg: ModelConfig, settings: EngineSettings, dtype: torch.dtype, me
 
 @dataclass(frozen=True, kw_only=True)
 class Started:
-    """A running engine over one worker in this process."""
+    """A running engine. `worker` is the one in this process; with several ranks it is None and `ranks` says how they started."""
 
     engine: Engine
-    worker: Worker
     scheduler: Scheduler
     plan: PagePlan
     target: str
+    programs: int
+    weight_bytes: int
+    worker: Worker | None = None
+    ranks: tuple[Ready, ...] = ()
+
+    def rank_lines(self) -> list[tuple[str, str]]:
+        """What a banner says of several ranks."""
+        if not self.ranks:
+            return []
+
+        def span(values: list[float]) -> str:
+            low, high = min(values), max(values)
+            return f"{low:,.1f}" if f"{low:,.1f}" == f"{high:,.1f}" else f"{low:,.1f} to {high:,.1f}"
+
+        weights = span([ready.weight_bytes / 2**20 for ready in self.ranks])
+        peak = span([ready.peak_bytes / 2**20 for ready in self.ranks])
+        seconds = max(ready.seconds for ready in self.ranks)
+        return [("ranks", f"{len(self.ranks)} processes, each {weights} MiB of weights, {peak} MiB resident at most, "
+                          f"warm after {seconds:.1f} s")]  # fmt: skip
 
 
 def start_engine(
@@ -152,10 +175,30 @@ def start_engine(
     )
     worker.warm_up(progress)
     scheduler = Scheduler(config)
-    engine = Engine(
+    engine = make_engine(
+        cfg, settings, scheduler, buckets, rows, LocalExecutor(worker, threads, args.step_timeout), model_name
+    )
+    return Started(
+        engine=engine, worker=worker, scheduler=scheduler, plan=plan, target=platform.target,
+        programs=len(worker.programs), weight_bytes=tree_bytes(params),
+    )  # fmt: skip
+
+
+def make_engine(
+    cfg: ModelConfig,
+    settings: EngineSettings,
+    scheduler: Scheduler,
+    buckets: Buckets,
+    rows: int,
+    executor: Executor,
+    model_name: str,
+) -> Engine:
+    """The engine over an executor; `rows` are a partition's slots."""
+    args = settings.args
+    return Engine(
         scheduler,
-        [BatchBuilder(buckets, rows, settings.k, cfg.vocab_size)],
-        LocalExecutor(worker, threads, args.step_timeout),
+        [BatchBuilder(buckets, rows, settings.k, cfg.vocab_size) for _ in range(settings.partitions)],
+        executor,
         model_name=model_name,
         max_model_len=args.max_model_len,
         vocab_size=cfg.vocab_size,
@@ -163,8 +206,55 @@ def start_engine(
         eos_token_id=cfg.eos_token_id,
         num_speculative_tokens=settings.k,
         step_deadline_s=args.step_timeout,
+        align=aligner(buckets, rows, cfg.vocab_size) if settings.partitions > 1 else list,
     )
-    return Started(engine=engine, worker=worker, scheduler=scheduler, plan=plan, target=platform.target)
+
+
+def start_ranks(
+    cfg: ModelConfig,
+    settings: EngineSettings,
+    model_name: str,
+    *,
+    plan: PagePlan | None = None,
+    progress: Progress | None = None,
+) -> Started:
+    """Plans memory and starts the engine here over one worker process per rank, each of which loads its slices, captures every
+    program and is warm when this returns. Raises EngineError naming rank, device and cause."""
+    args, parallel = settings.args, settings.parallel
+    dtype, positions = load_dtype(args), args.max_model_len + settings.k + 1
+    meshes = [Mesh(dp=parallel.dp, tp=parallel.tp, ep=parallel.ep, rank=rank) for rank in range(parallel.ep)]
+    shares = [abstract_params(cfg, mesh, settings.k > 0, dtype=dtype, max_positions=positions) for mesh in meshes]
+    weights = [tree_bytes(params) for params in shares]
+    free = int(host_memory_bytes() * args.npu_memory_utilization) - sum(weights)
+    plan = plan or page_plan(cfg, settings, act_dtype(shares[0]), free // parallel.ep)
+    groups = page_groups(cfg.sliding_window)
+    config = scheduler_config(settings, groups, plan.pages)
+    rows = config.max_rows_per_partition
+    buckets = default_buckets(args.max_model_len, rows, CPU_TILES, TILE, fine=settings.platform == "cpu")
+    platform = choose_platform(settings.platform, args.target)
+    setup = Setup(
+        model=Path(args.model).resolve(),
+        cfg=cfg,
+        dtype=dtype,
+        parallel=parallel,
+        platform=platform.name,
+        target=platform.target,
+        devices=settings.devices,
+        threads=args.threads or max(1, len(os.sched_getaffinity(0)) // parallel.ep),
+        pages=plan.pages,
+        widths={group.name: config.table_width(group) for group in groups},
+        slots=rows,
+        k=settings.k,
+        shapes=tuple(buckets.shapes(settings.k)),
+        max_positions=positions,
+    )
+    executor = RankExecutor(setup, step_deadline_s=args.step_timeout, report=progress)
+    scheduler = Scheduler(config)
+    engine = make_engine(cfg, settings, scheduler, buckets, rows, executor, model_name)
+    return Started(
+        engine=engine, scheduler=scheduler, plan=plan, target=platform.target, programs=executor.ready[0].programs,
+        weight_bytes=sum(weights), ranks=tuple(executor.ready),
+    )  # fmt: skip
 
 
 def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
@@ -175,12 +265,13 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
     tokenizer = Tokenizer.load(path)
     if progress:
         progress("weights", 0, 1)
-    # Draft rows reach K positions past the last token, so the rope tables do too.
-    params = load_params(
-        path, cfg, load_dtype(args), max_positions=args.max_model_len + settings.k + 1, drafter=settings.k > 0
-    )
-    started = start_engine(cfg, params, settings, args.served_model_name or path.resolve().name, progress=progress)
-    return Built(
-        engine=started.engine, tokenizer=tokenizer, cfg=cfg, settings=settings, plan=started.plan,
-        weight_bytes=tree_bytes(params), programs=len(started.worker.programs), target=started.target,
-    )  # fmt: skip
+    name = args.served_model_name or path.resolve().name
+    if settings.parallel.ep > 1:
+        started = start_ranks(cfg, settings, name, progress=progress)
+    else:
+        # Draft rows reach K positions past the last token, so the rope tables do too.
+        params = load_params(
+            path, cfg, load_dtype(args), max_positions=args.max_model_len + settings.k + 1, drafter=settings.k > 0
+        )
+        started = start_engine(cfg, params, settings, name, progress=progress)
+    return Built(tokenizer=tokenizer, cfg=cfg, settings=settings, started=started)

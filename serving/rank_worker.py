@@ -1,0 +1,187 @@
+"""A worker process: one rank. Started by torch.distributed's elastic agent as `python -m serving.rank_worker FOLDER`.
+
+It connects to the engine's socket in the folder, is told what to load, and from then on replays what it is sent. It ends
+when it is told to, when it fails, or at once when the engine is gone.
+"""
+
+import logging
+import mmap
+import os
+import queue
+import resource
+import shutil
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from dsv4.checkpoint.load import load_params
+from dsv4.errors import Dsv4Error, RequestError
+from dsv4.mesh import join
+from dsv4.tree import tree_bytes
+from serving.batches import Array, Launch
+from serving.platform import choose_platform
+from serving.rank_messages import (
+    Capturing,
+    Channel,
+    Failed,
+    Hello,
+    Outputs,
+    Profile,
+    Profiled,
+    Ready,
+    Setup,
+    Step,
+    Stop,
+)
+from serving.worker import Worker
+
+log = logging.getLogger("dsv4.rank")
+
+SOCKET, PROGRESS = "engine.sock", "progress"
+PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
+
+
+def progress_table(folder: Path, ranks: int) -> Array:
+    """[ranks, 2] int64 shared by all processes: the step each rank is at, and launches it has ever finished."""
+    with open(folder / PROGRESS, "r+b") as file:
+        return np.frombuffer(mmap.mmap(file.fileno(), ranks * 16), np.int64).reshape(ranks, 2)
+
+
+class CountingWorker(Worker):
+    """A worker that leaves in `done` how far it has come: what the engine looks at when a step takes too long."""
+
+    done: Array
+
+    def _replay(self, launch: Launch) -> dict[str, Array]:
+        out = super()._replay(launch)
+        self.done[1] += 1
+        return out
+
+
+def _build(setup: Setup, rank: int, done: Array, report: Callable[[str, int, int], None] | None) -> CountingWorker:
+    """Joins the other ranks, loads this one's slices, captures and warms up every program."""
+    platform = choose_platform(setup.platform, setup.target)
+    if platform.backend == "gloo" and sys.platform == "linux":
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, and nobody else listens
+    # The engine watches the time: it can name the rank that hangs, a collective cannot.
+    dist.init_process_group(platform.backend, timeout=timedelta(days=1))
+    mesh = join(setup.parallel, ops_exchange=platform.name == "a2a3", exact=platform.name == "cpu")
+    params = load_params(
+        setup.model, setup.cfg, setup.dtype, mesh=mesh, max_positions=setup.max_positions, drafter=setup.k > 0
+    )
+    device = setup.devices[rank]
+    worker = CountingWorker(
+        setup.cfg,
+        platform.place(params, device),
+        platform.ops(mesh),
+        pages=setup.pages,
+        widths=setup.widths,
+        slots=setup.slots,
+        k=setup.k,
+        shapes=setup.shapes,
+        target=platform.target,
+        mesh=mesh,
+        device=platform.device(device),
+    )
+    worker.done = done
+    worker.warm_up(report)
+    return worker
+
+
+@torch.no_grad()
+def _serve(channel: Channel, inbox: "queue.SimpleQueue[object]", worker: CountingWorker, leads: bool) -> None:
+    """Runs what arrives, in order, until told to stop."""
+    while not isinstance(message := inbox.get(), Stop):
+        match message:
+            case Step(number, work):
+                worker.done[0] = number
+                launches = worker.execute(work)
+                if leads:
+                    channel.send(Outputs(number, launches))
+            case Profile(folder):
+                channel.send(_profile(worker, folder))
+
+
+def _profile(worker: Worker, folder: Path | None) -> Profiled:
+    try:
+        if folder is None:
+            return Profiled(worker.profiler.stop())
+        worker.profiler.start(folder)
+        return Profiled(folder)
+    except RequestError as refused:
+        return Profiled(None, str(refused))
+
+
+def _listen(channel: Channel, inbox: "queue.SimpleQueue[object]", folder: Path) -> NoReturn:
+    """Hands on what arrives. An engine that is gone cannot tidy up: the last one to leave must not be needed for that."""
+    with suppress(EOFError):
+        while True:
+            inbox.put(channel.receive())
+    shutil.rmtree(folder, ignore_errors=True)
+    os._exit(0)  # the main thread may be inside a collective that will never end
+
+
+def _lost_a_peer(error: Exception) -> bool:
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
+
+
+def main() -> None:
+    """The process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the engine's to handle
+    folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+    connection = socket.socket(socket.AF_UNIX)
+    try:
+        connection.connect(str(folder / SOCKET))
+    except OSError:  # the engine has ended in the meantime
+        shutil.rmtree(folder, ignore_errors=True)
+        sys.exit(1)
+    channel = Channel(connection)
+    channel.send(Hello(rank, os.getpid()))
+    setup = channel.receive()
+    assert isinstance(setup, Setup), setup
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(channel, inbox, folder), daemon=True).start()
+    torch.set_num_threads(setup.threads)
+    began = time.perf_counter()
+    try:
+        done = progress_table(folder, setup.parallel.ep)[rank]
+        report = (lambda *at: channel.send(Capturing(*at))) if rank == 0 else None
+        worker = _build(setup, rank, done, report)
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
+        channel.send(
+            Ready(
+                weight_bytes=tree_bytes(worker.params),
+                peak_bytes=peak,
+                programs=len(worker.programs),
+                seconds=time.perf_counter() - began,
+            )
+        )
+        _serve(channel, inbox, worker, leads=rank % setup.parallel.tp == 0)
+    except Exception as error:
+        known = isinstance(error, Dsv4Error)
+        cause = str(error) if known else f"{type(error).__name__}: {error}"
+        peer = not known and _lost_a_peer(error)
+        if not known and not peer:
+            log.exception("%s failed", setup.where(rank))
+        with suppress(OSError):
+            channel.send(Failed(cause, peer))
+        logging.shutdown()
+        os._exit(1)  # a collective that other threads are in would hold up an orderly exit
+    dist.destroy_process_group()
+    logging.shutdown()
+    os._exit(0)  # taking programs and caches apart one object at a time would take seconds
+
+
+if __name__ == "__main__":
+    main()
