@@ -25,7 +25,7 @@ test: $(VENV)/.test  ## lint and the default tests
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python -m pytest -m "not slow" $(ARGS)
-	$(BIN)/python -m pytest --jaxtyping-packages=dsv4.ops.plain,beartype.beartype tests/oracle  # annotations are checked here
+	$(BIN)/python -m pytest --jaxtyping-packages=dsv4.ops.plain,dsv4.ops.plain_state,beartype.beartype tests/oracle  # annotations are checked here
 
 test-slow: $(VENV)/.test  ## the longer tests
 	$(BIN)/python -m pytest -m slow $(ARGS)

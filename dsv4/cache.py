@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from dsv4.config import ModelConfig
-from dsv4.ops.plain import PAGE_HISTORY, PAGE_OPEN, PAGE_TAIL, PAGE_WINDOW
+from dsv4.ops.plain_state import PAGE_HISTORY, PAGE_OPEN, PAGE_TAIL, PAGE_WINDOW
 from dsv4.tree import tree, tree_bytes
 
 PAGE_TOKENS = {"history": PAGE_HISTORY, "window": PAGE_WINDOW, "tail": PAGE_TAIL, "open": PAGE_OPEN}
