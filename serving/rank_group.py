@@ -33,8 +33,10 @@ Progress = Callable[[str, int, int], None]
 MONITOR_S = 0.1
 GRACE_S = 10  # for workers to leave when asked, before they are killed
 
-# It says of every exit what we say better, and warns that its thread handles no signals: the workers notice an engine's end.
-logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+# They say of every exit what we say better, and warn that the agent's thread handles no signals: workers notice by themselves
+# that an engine has ended.
+for _name in ("torch.distributed.elastic.multiprocessing.api", "torchelastic-events-null"):
+    logging.getLogger(_name).setLevel(logging.CRITICAL)
 
 
 class RankGroup:
@@ -46,8 +48,8 @@ class RankGroup:
         self._ranks = setup.parallel.ep
         self._on_message, self._on_loss = on_message, on_loss
         self.progress: Array | None = None
+        self.pids: dict[int, int] = {}
         self._channels: dict[int, Channel] = {}
-        self._pids: dict[int, int] = {}
         self._ready: dict[int, Ready] = {}
         self._failed: dict[int, Failed] = {}
         self._gone: list[int] = []  # ranks whose connection ended, first one first
@@ -71,13 +73,17 @@ class RankGroup:
         try:
             with self._changed:
                 self._changed.wait_for(lambda: len(self._ready) == self._ranks or self._gone or self._agent_error)
-                complete = len(self._ready) == self._ranks and not self._gone
-            if not complete:
+            if not self.is_ready:
                 raise EngineError(f"{self.why()} while starting")
         except BaseException:
             self.kill()
             raise
         return [self._ready[rank] for rank in range(self._ranks)]
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether all workers are warm and none is lost."""
+        return len(self._ready) == self._ranks and not self._gone
 
     def send(self, rank: int, frame: bytes) -> None:
         """Sends what `Channel.encode` made. Raises EngineError if the rank is gone or does not listen."""
@@ -106,11 +112,11 @@ class RankGroup:
 
     def stragglers(self) -> str:
         """The ranks that have come least far."""
-        order = [(int(step), int(launches), rank) for rank, (step, launches) in enumerate(self.progress)]
+        order = [(int(step), int(segments), rank) for rank, (step, segments) in enumerate(self.progress)]
         least = min(order)[:2]
         behind = [self._setup.where(rank) for *at, rank in order if tuple(at) == least]
         if len(behind) == self._ranks:
-            return f"all ranks are at the same launch of step {least[0]}"
+            return f"all ranks are at the same place of step {least[0]}"
         return f"{', '.join(behind)} {'is' if len(behind) == 1 else 'are'} behind the others"
 
     def close(self) -> None:
@@ -129,7 +135,7 @@ class RankGroup:
         with suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts, which closing does not
         self._listener.close()
-        for rank, pid in self._pids.items():
+        for rank, pid in self.pids.items():
             if rank not in self._gone:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
@@ -183,7 +189,7 @@ class RankGroup:
             assert isinstance(hello, Hello), hello
             rank = hello.rank
             with self._changed:
-                self._channels[rank], self._pids[rank] = channel, hello.pid
+                self._channels[rank], self.pids[rank] = channel, hello.pid
             channel.send(self._setup)
             while True:
                 self._handle(rank, channel.receive())

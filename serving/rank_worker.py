@@ -29,7 +29,7 @@ from dsv4.checkpoint.load import load_params
 from dsv4.errors import Dsv4Error, RequestError
 from dsv4.mesh import join
 from dsv4.tree import tree_bytes
-from serving.batches import Array, Launch
+from serving.batches import Array
 from serving.platform import choose_platform
 from serving.rank_messages import (
     Capturing,
@@ -58,18 +58,7 @@ def progress_table(folder: Path, ranks: int) -> Array:
         return np.frombuffer(mmap.mmap(file.fileno(), ranks * 16), np.int64).reshape(ranks, 2)
 
 
-class CountingWorker(Worker):
-    """A worker that leaves in `done` how far it has come: what the engine looks at when a step takes too long."""
-
-    done: Array
-
-    def _replay(self, launch: Launch) -> dict[str, Array]:
-        out = super()._replay(launch)
-        self.done[1] += 1
-        return out
-
-
-def _build(setup: Setup, rank: int, done: Array, report: Callable[[str, int, int], None] | None) -> CountingWorker:
+def _build(setup: Setup, rank: int, done: Array, report: Callable[[str, int, int], None] | None) -> Worker:
     """Joins the other ranks, loads this one's slices, captures and warms up every program."""
     platform = choose_platform(setup.platform, setup.target)
     if platform.backend == "gloo" and sys.platform == "linux":
@@ -81,7 +70,7 @@ def _build(setup: Setup, rank: int, done: Array, report: Callable[[str, int, int
         setup.model, setup.cfg, setup.dtype, mesh=mesh, max_positions=setup.max_positions, drafter=setup.k > 0
     )
     device = setup.devices[rank]
-    worker = CountingWorker(
+    worker = Worker(
         setup.cfg,
         platform.place(params, device),
         platform.ops(mesh),
@@ -93,19 +82,19 @@ def _build(setup: Setup, rank: int, done: Array, report: Callable[[str, int, int
         target=platform.target,
         mesh=mesh,
         device=platform.device(device),
+        counter=done[1:],
     )
-    worker.done = done
     worker.warm_up(report)
     return worker
 
 
 @torch.no_grad()
-def _serve(channel: Channel, inbox: "queue.SimpleQueue[object]", worker: CountingWorker, leads: bool) -> None:
+def _serve(channel: Channel, inbox: "queue.SimpleQueue[object]", worker: Worker, done: Array, leads: bool) -> None:
     """Runs what arrives, in order, until told to stop."""
     while not isinstance(message := inbox.get(), Stop):
         match message:
             case Step(number, work):
-                worker.done[0] = number
+                done[0] = number
                 launches = worker.execute(work)
                 if leads:
                     channel.send(Outputs(number, launches))
@@ -167,7 +156,7 @@ def main() -> None:
                 seconds=time.perf_counter() - began,
             )
         )
-        _serve(channel, inbox, worker, leads=rank % setup.parallel.tp == 0)
+        _serve(channel, inbox, worker, done, leads=rank % setup.parallel.tp == 0)
     except Exception as error:
         known = isinstance(error, Dsv4Error)
         cause = str(error) if known else f"{type(error).__name__}: {error}"

@@ -61,6 +61,11 @@ class RankExecutor:
         self.ready = group.start(report)
         self._since = time.monotonic()
 
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids of the workers, by rank."""
+        return dict(self._group.pids)
+
     def watch(self, notify: Callable[[], None]) -> None:
         """Calls `notify` from any thread when workers are lost, also between steps."""
         self._notify = notify
@@ -108,23 +113,27 @@ class RankExecutor:
             cause = str(error)
         self._broken = cause
         self._end_pending(cause)
-        self._group.kill()
         if time.monotonic() - self._since > CALM_S:
             self._restarts = 0
         while self._restarts < RESTARTS:
             self._broken = f"{cause}; restarting all ranks, attempt {self._restarts + 1} of {RESTARTS}"
             log.error(self._broken)
-            if self._closing.wait(PAUSE_S * 2**self._restarts):
-                break
+            self._group.kill()
+            closing = self._closing.wait(PAUSE_S * 2**self._restarts)
             self._restarts += 1
             try:
-                self._start()
+                if not closing:
+                    self._start()
             except EngineError as error:
                 cause = str(error)
-                continue
-            self._broken = None
-            log.info("all ranks are back")
-            return
+            if self._closing.is_set():
+                self._group.kill()  # one that was started while `close` ended the last
+                raise EngineError("the workers have been shut down")
+            self._broken = None  # before the look, so that a loss after it is not overwritten
+            if self._group.is_ready:
+                log.info("all ranks are back")
+                return
+        self._group.kill()
         self._broken = f"{cause}; given up after {self._restarts} restarts in a row: restart the server"
         raise EngineError(self._broken)
 

@@ -66,7 +66,10 @@ def output_arrays(out: StepOutput | SeedOutput) -> dict[str, Array]:
 
 
 class Worker:
-    """One rank. Everything it allocates lives as long as the engine; a step allocates nothing that grows."""
+    """One rank. Everything it allocates lives as long as the engine; a step allocates nothing that grows.
+
+    counter: [1] integer that counts what the rank has done of its programs, where the target can tell.
+    """
 
     def __init__(
         self,
@@ -82,6 +85,7 @@ class Worker:
         target: str,
         mesh: Mesh = SINGLE,
         device: str = "cpu",
+        counter: Array | None = None,
     ) -> None:
         self.cfg, self.ops, self.mesh = cfg, ops, mesh
         self.params = params
@@ -94,7 +98,7 @@ class Worker:
             target=target,
             device=device,
             bind={"params": params, "cache": self.cache, "state": self.state},
-            options={"arena": Arena()} if target == "cpu" else {},
+            options={"arena": Arena(), "counter": counter} if target == "cpu" else {},
         )
 
     def _recipe(self, shape: StepShape) -> tuple[StepProgram, tuple[Any, ...]]:

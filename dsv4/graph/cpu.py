@@ -93,22 +93,36 @@ class CpuLowered(Lowered):
         name = inputs[index].name if index < len(inputs) else f"constant_{index - len(inputs)}"
         return f"{name}{offset if place.offset else ''} {place}"
 
-    def build(self, bound: Mapping[int, Tensor], *, arena: Arena | None = None) -> "TapeRunner":
-        """Links the tape to memory. Every donated argument must be bound. `arena` may be shared; default is one of its own."""
+    def build(
+        self, bound: Mapping[int, Tensor], *, arena: Arena | None = None, counter: np.ndarray | None = None
+    ) -> "TapeRunner":
+        """Links the tape to memory. Every donated argument must be bound. `arena` may be shared; default is one of its own.
+
+        counter: [1] integer, one more with each segment that is over: where a rank is, for whoever waits for it.
+        """
         loose = sorted({leaf.path for i, leaf in enumerate(self.args_info) if leaf.donated and i not in bound})
         if loose:
             raise CaptureError(
                 f"{self.label}: {loose[0]} is donated but not bound; name its argument in compile(bind=...)"
             )
-        return TapeRunner(self.traced, self.tape, self.machine, bound, arena or Arena())
+        counter = np.zeros(1, np.int64) if counter is None else counter
+        return TapeRunner(self.traced, self.tape, self.machine, bound, arena or Arena(), counter)
 
 
 class TapeRunner:
     """A tape with addresses. Call leaves are copied to fixed buffers, results out of the arena; nothing else happens in Python
     unless an operator has no kernel."""
 
-    def __init__(self, traced: Traced, tape: Tape, machine: Machine, bound: Mapping[int, Tensor], arena: Arena) -> None:
-        self.tape, self.machine, self.arena = tape, machine, arena
+    def __init__(
+        self,
+        traced: Traced,
+        tape: Tape,
+        machine: Machine,
+        bound: Mapping[int, Tensor],
+        arena: Arena,
+        counter: np.ndarray,
+    ) -> None:
+        self.tape, self.machine, self.arena, self.counter = tape, machine, arena, counter
         arena.reserve(tape.arena_bytes)
         free = [i for i in range(len(traced.args_info)) if i not in bound]
         sizes = [round_up(traced.args_info[i].span_bytes) for i in free]
@@ -154,6 +168,7 @@ class TapeRunner:
                 fixed.copy_(x)
         for segment in self._segments:
             segment()
+            self.counter[0] += 1
         return [x.clone() for x in self._results]
 
 

@@ -1,0 +1,160 @@
+"""Ranks as processes: the tokens of one process, whatever the layout and the traffic; death and stalls are survived."""
+
+import asyncio
+import os
+import random
+import re
+import signal
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsv4.checkpoint.load import abstract_params
+from dsv4.errors import EngineError, UnavailableError
+from dsv4.mesh import Mesh
+from dsv4.tree import tree_bytes
+from serving.build import Started
+from serving.request import SamplingParams
+from tests.support.engines import collect, generate, tokens_of
+from tests.support.ranks import Alone, make_checkpoint, running_ranks
+
+pytestmark = pytest.mark.multirank
+
+SIZES = (5, 17, 64, 127, 129, 200)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("ranks") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path) -> Alone:
+    return Alone(model)
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    return tuple(random.Random(f"{length} {seed}").choices(range(2, 2000), k=length))
+
+
+def check_traffic(started: Started, alone: Alone, count: int, seed: int = 0) -> None:
+    """Mixed prompts at once give the tokens of one process each."""
+    rng = random.Random(seed)
+    prompts = [prompt(rng.choice(SIZES), i) for i in range(count)]
+    counts = [rng.randrange(1, 16) for _ in prompts]
+    got = generate(started.engine, prompts, counts)
+    assert got == [alone(ids, n) for ids, n in zip(prompts, counts, strict=True)]
+    started.scheduler.check()
+
+
+def left_behind() -> tuple[list[str], list[int]]:
+    """Our folders among temporary files, and our worker processes."""
+    folders = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("dsv4-")]
+    workers = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                command, parent = (
+                    (entry / "cmdline").read_bytes(),
+                    (entry / "stat").read_text().rsplit(")", 1)[1].split(),
+                )
+            except OSError:  # gone in the meantime
+                continue
+            if b"serving.rank_worker" in command and int(parent[1]) == os.getpid():
+                workers.append(int(entry.name))
+    return folders, workers
+
+
+@pytest.fixture(scope="module")
+def tidy() -> Iterator[None]:
+    before = left_behind()
+    yield
+    folders, workers = left_behind()
+    assert set(folders) <= set(before[0]) and not workers
+
+
+@pytest.fixture(scope="module")
+def pair(model: Path, tidy: None) -> Iterator[Started]:
+    """Two tensor-parallel ranks at K = 7."""
+    with running_ranks(model, 1, 2, 7, step_timeout=8.0) as started:
+        yield started
+
+
+def test_traffic_at_k7(pair: Started, alone: Alone) -> None:
+    check_traffic(pair, alone, 6)
+
+
+def test_logprobs_are_those_of_one_process(pair: Started, alone: Alone) -> None:
+    ids = prompt(40, 3)
+    params = SamplingParams(max_tokens=4, ignore_eos=True, logprobs=2)
+    outputs = asyncio.run(collect(pair.engine, "scored", ids, params))
+    assert tokens_of(outputs) == alone(ids, 4)
+    entries = [entry for output in outputs for entry in output.logprobs]
+    assert [entry.top[0][0] for entry in entries] == alone(ids, 4)
+
+
+def test_memory_of_a_rank(pair: Started, alone: Alone, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each holds its slices: half of what is split, and the embedding and other small things twice."""
+    whole = tree_bytes(abstract_params(alone.cfg, drafter=True, dtype=torch.float32, max_positions=520))
+    for rank, ready in enumerate(pair.ranks):
+        mesh = Mesh(tp=2, ep=2, rank=rank)
+        assert ready.weight_bytes == tree_bytes(
+            abstract_params(alone.cfg, mesh, True, dtype=torch.float32, max_positions=520)
+        )
+        assert ready.weight_bytes < 0.65 * whole
+    with capsys.disabled():
+        print(f"\n{pair.rank_lines()[0][1]}; one process has {whole / 2**20:.1f} MiB of weights")
+
+
+def wait_for_health(engine, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            asyncio.run(engine.check_health())
+            return
+        except EngineError:
+            assert time.monotonic() < deadline, "the workers did not come back"
+            time.sleep(0.1)
+
+
+def break_under_load(started: Started, act, names: str) -> str:
+    """Requests in flight end with an error that names the rank, so does health; new ones are refused until all is well."""
+    engine = started.engine
+
+    async def run() -> list[str]:
+        params = SamplingParams(max_tokens=400, ignore_eos=True)
+        streams = [engine.submit(f"load{i}", prompt(30, i), params) for i in range(3)]
+        await anext(streams[0])
+        act()
+        ends = [[output async for output in stream][-1] for stream in streams]
+        assert all(end.finish_reason == "error" for end in ends)
+        with pytest.raises(EngineError, match=re.escape(names)):
+            await engine.check_health()
+        with pytest.raises(UnavailableError):
+            engine.submit("too early", prompt(9), params)
+        return [end.error for end in ends]
+
+    errors = asyncio.run(run())
+    assert all(names in error for error in errors), errors
+    wait_for_health(engine, 120)
+    return errors[0]
+
+
+def test_a_killed_worker(pair: Started, alone: Alone) -> None:
+    pids = pair.engine._executor.pids
+    error = break_under_load(pair, lambda: os.kill(pids[1], signal.SIGKILL), "rank 1 (cpu device 1)")
+    assert "SIGKILL" in error
+    assert not set(pids.values()) & set(pair.engine._executor.pids.values())
+    check_traffic(pair, alone, 3, seed=1)
+
+
+def test_a_stalled_worker(pair: Started, alone: Alone) -> None:
+    """faults.md 12: a stopped process trips the deadline."""
+    pids = pair.engine._executor.pids
+    error = break_under_load(pair, lambda: os.kill(pids[1], signal.SIGSTOP), "rank 1 (cpu device 1)")
+    assert "more than 8 s" in error
+    check_traffic(pair, alone, 3, seed=2)
