@@ -34,5 +34,10 @@ lint: $(VENV)/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+bench: demo  ## speed: dsv4 bench, then transformers in the same run
+	$(BIN)/dsv4 bench --model build/demo/w8a8 --json build/bench.json --svg build/bench.svg
+	$(MAKE) $(VENV)/.test
+	$(BIN)/python -m bench.against_transformers --model build/demo/w8a8
+
 clean:
 	rm -rf $(VENV) build *.egg-info
