@@ -28,6 +28,12 @@ def one_line_errors(command: Callable[..., Any]) -> Callable[..., Any]:
         except Dsv4Error as error:
             typer.echo(f"error: {error}", err=True)
             raise typer.Exit(1) from None
+        except BrokenPipeError:  # whoever read our output has left; typer knows what to do
+            raise
+        except OSError as error:  # a path that is a file, a full disk, a folder without permission
+            where = f"{error.filename}: " if error.filename else ""
+            typer.echo(f"error: {where}{error.strerror or error}", err=True)
+            raise typer.Exit(1) from None
         except KeyboardInterrupt:
             raise typer.Exit(130) from None
 

@@ -1,6 +1,7 @@
 """`dsv4 serve`: the OpenAI-compatible server."""
 
 import logging
+import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -29,6 +30,17 @@ def _app(built: Built, settings: HttpSettings) -> FastAPI:
         grammars = None
     texts = ProtocolTexts.load(built.settings.args.model)
     return create_app(built.engine, built.tokenizer, settings=settings, texts=texts, grammars=grammars)
+
+
+def _check_address(host: str, port: int) -> None:
+    """Asks for the address before the minutes that loading may take. Raises ConfigError."""
+    try:
+        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will
+            probe.bind(address)
+    except OSError as error:
+        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error.strerror or error})") from None
 
 
 @takes_engine_args()
@@ -72,6 +84,7 @@ def serve(
         thinking=thinking,
         profile_output=(profile_output or Path("profile_out")) if profile else None,
     )
+    _check_address(host, port)
     with permanent():
         with stage_progress("start") as progress:
             built = build_engine(args, progress)

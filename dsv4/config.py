@@ -5,7 +5,9 @@ close over it, nothing mutates it.
 """
 
 import json
-from dataclasses import dataclass, fields
+import math
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -140,6 +142,8 @@ def _quant_format(raw: dict[str, Any], where: Path) -> Literal["source", "w8a8",
     quant = raw.get("quantization_config")
     if not quant:
         return "none"
+    if not isinstance(quant, dict):
+        raise CheckpointError(f"{where}: quantization_config: expected a JSON object, got {json.dumps(quant)}")
     method = quant.get("quant_method")
     if method == "fp8" and raw.get("expert_dtype") == "fp4":
         return "source"
@@ -151,21 +155,46 @@ def _quant_format(raw: dict[str, Any], where: Path) -> Literal["source", "w8a8",
     )
 
 
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+# Annotation of a field -> what JSON must hold there, and whether it does.
+_JSON_TYPES: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    int: ("an integer", _is_int),
+    int | None: ("an integer", _is_int),
+    float: ("a finite number", lambda value: (_is_int(value) or isinstance(value, float)) and math.isfinite(value)),
+    tuple[int, ...]: ("a list of integers", lambda value: isinstance(value, list) and all(map(_is_int, value))),
+}
+
+
+def _read_fields(raw: Any, kind: type, where: str) -> dict[str, Any]:
+    """Values of the fields of a dataclass that `raw` gives, null standing for "not given". Raises CheckpointError."""
+    if not isinstance(raw, dict):
+        raise CheckpointError(f"{where}: expected a JSON object, got {json.dumps(raw)}")
+    values = {}
+    for field in fields(kind):
+        value = raw.get(field.name)
+        if value is None or field.type not in _JSON_TYPES:
+            continue
+        expected, accepts = _JSON_TYPES[field.type]
+        if not accepts(value):
+            raise CheckpointError(f"{where}: {field.name} is {json.dumps(value)}, expected {expected}")
+        values[field.name] = tuple(value) if isinstance(value, list) else value
+    return values
+
+
 def config_from_dict(raw: dict[str, Any], where: Path = Path("config.json")) -> ModelConfig:
-    """Reads a released or converted config; unknown keys are left alone, missing ones are named."""
+    """Reads a released or converted config; unknown keys are left alone, missing and mistyped ones are named.
+
+    Raises CheckpointError or ConfigError.
+    """
     _refuse_other_models(raw, where)
-    values: dict[str, Any] = {}
-    for field in fields(ModelConfig):
-        if field.name in raw and raw[field.name] is not None:
-            value = raw[field.name]
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    scaling = {k: v for k, v in (raw.get("rope_scaling") or {}).items() if k in {f.name for f in fields(RopeScaling)}}
-    values |= {"rope_scaling": RopeScaling(**scaling), "quant_format": _quant_format(raw, where)}
-    try:
-        return ModelConfig(**values).validate()
-    except TypeError as error:
-        missing = [f.name for f in fields(ModelConfig) if f.name not in values and f.name in str(error)]
-        raise CheckpointError(f"{where}: missing {', '.join(missing) or error}") from None
+    values = _read_fields(raw, ModelConfig, str(where))
+    if missing := [f.name for f in fields(ModelConfig) if f.default is MISSING and f.name not in values]:
+        raise CheckpointError(f"{where}: missing {', '.join(missing)}")
+    scaling = _read_fields(raw.get("rope_scaling") or {}, RopeScaling, f"{where}: rope_scaling")
+    return ModelConfig(**values, rope_scaling=RopeScaling(**scaling), quant_format=_quant_format(raw, where)).validate()
 
 
 def load_config(path: str | Path) -> ModelConfig:
@@ -175,7 +204,7 @@ def load_config(path: str | Path) -> ModelConfig:
     try:
         raw = json.loads(where.read_text())
     except FileNotFoundError:
-        raise CheckpointError(f"{where}: no such file; --model takes a checkpoint folder with a config.json") from None
+        raise CheckpointError(f"{where}: no such file; expected a checkpoint folder with a config.json") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{where}: not JSON ({error})") from None
     if not isinstance(raw, dict):

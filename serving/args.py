@@ -16,6 +16,7 @@ log = logging.getLogger("dsv4.engine")
 
 PAGE_TOKENS = 32  # --block-size: source tokens in a raw kv page
 MAX_CHUNK = 8192
+MAX_THREADS = 1024
 GROUP_ROWS = 64  # requests that one TP group can seat
 CONTEXT_CEILING = 1_048_576
 NPU_LAYOUTS = ((4, 16, 4), (2, 8, 4))  # (dp, ep, tp)
@@ -186,6 +187,10 @@ def resolve(args: EngineArgs, cfg: ModelConfig, platform: Literal["cpu", "a2a3"]
     ):
         if value not in choices:
             raise ConfigError(f"{flag} is {value!r}, expected one of {', '.join(choices)}")
+    if args.dtype == "float32" and args.kv_cache_dtype == "bfloat16":
+        raise ConfigError(
+            "--kv-cache-dtype is 'bfloat16' with --dtype float32: the cache follows the dtype, leave it out"
+        )
     if args.long_prefill_token_threshold < 0:
         raise ConfigError(f"--long-prefill-token-threshold is {args.long_prefill_token_threshold}, expected 0 or more")
     if args.max_num_batched_tokens < k + 1:
@@ -201,8 +206,12 @@ def resolve(args: EngineArgs, cfg: ModelConfig, platform: Literal["cpu", "a2a3"]
         )
     if not 0 < args.npu_memory_utilization <= 1:
         raise ConfigError(f"--npu-memory-utilization is {args.npu_memory_utilization}, expected a share in (0, 1]")
-    if args.step_timeout <= 0:
+    if not args.step_timeout > 0:
         raise ConfigError(f"--step-timeout is {args.step_timeout}, expected seconds above 0")
+    if args.max_waiting < 1:
+        raise ConfigError(f"--max-waiting is {args.max_waiting}, expected at least 1")
+    if args.threads is not None and not 1 <= args.threads <= MAX_THREADS:
+        raise ConfigError(f"--threads is {args.threads}, expected 1..{MAX_THREADS}, best the cores of one rank")
     for name in ("ring_heap", "ring_task_window", "ring_dep_pool"):
         _check_ring("--" + name.replace("_", "-"), getattr(args, name))
     if k:

@@ -3,14 +3,16 @@
 import logging
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from dsv4.cache import page_bytes
+from dsv4.checkpoint.demo import model_path
 from dsv4.checkpoint.load import abstract_params, load_params
 from dsv4.config import ModelConfig, load_config
+from dsv4.errors import ConfigError
 from dsv4.mesh import SINGLE, Mesh
 from dsv4.params import Params, act_dtype
 from dsv4.tree import tree_bytes
@@ -259,13 +261,16 @@ def start_ranks(
 
 def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
     """Checks everything that flags and headers can tell, then loads, captures and starts. Raises Dsv4Error."""
-    path = Path(args.model)
+    path = model_path(args.model)
+    args = replace(args, model=str(path), served_model_name=args.served_model_name or Path(args.model).resolve().name)
+    if path.is_file():
+        raise ConfigError(f"--model {path}: is a file, expected the checkpoint folder it lies in")
     cfg = load_config(path)
     settings = resolve(args, cfg, choose_platform(args.platform, args.target).name)
     tokenizer = Tokenizer.load(path)
     if progress:
         progress("weights", 0, 1)
-    name = args.served_model_name or path.resolve().name
+    name = args.served_model_name or path.name
     if settings.parallel.ep > 1:
         started = start_ranks(cfg, settings, name, progress=progress)
     else:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 from pathlib import Path
 
 import pytest
@@ -120,6 +121,45 @@ def test_another_model(changes: dict, said: str, broken: Path) -> None:
     config = json.loads((broken / "config.json").read_text()) | changes
     (broken / "config.json").write_text(json.dumps(config))
     assert said in refused("serve", "--model", str(broken))
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_hidden_layers": "7"}, 'num_hidden_layers is "7", expected an integer'),
+        ({"hidden_size": 256.5}, "hidden_size is 256.5, expected an integer"),
+        ({"rope_theta": "a"}, 'rope_theta is "a", expected a finite number'),
+        ({"compress_ratios": 5}, "compress_ratios is 5, expected a list of integers"),
+        ({"rope_scaling": [1]}, "rope_scaling: expected a JSON object"),
+        ({"rope_scaling": {"factor": True}}, "rope_scaling: factor is true"),
+        ({"quantization_config": "fp8"}, "quantization_config: expected a JSON object"),
+        ({"head_dim": None}, "missing head_dim"),
+    ],
+)
+def test_mistyped_configs(changes: dict, said: str, broken: Path) -> None:
+    config = json.loads((broken / "config.json").read_text()) | changes
+    (broken / "config.json").write_text(json.dumps(config))
+    assert said in refused("generate", "--prompt", "x", "--model", str(broken))
+
+
+def test_a_file_where_a_folder_is_meant(tiny_w8a8: Path, tmp_path: Path) -> None:
+    file = str(tiny_w8a8 / "config.json")
+    assert "expected the checkpoint folder" in refused("generate", "--prompt", "x", "--model", file)
+    (tmp_path / "file").write_text("here first")
+    for command in (("make-tiny", str(tmp_path / "file")), ("check", file)):
+        assert "Not a directory" in refused(*command)
+    assert (tmp_path / "file").read_text() == "here first"
+
+
+def test_an_address_in_use_is_refused_before_loading(tiny_w8a8: Path) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = str(other.getsockname()[1])
+        output = invoke("serve", "--model", str(tiny_w8a8), "--port", port, code=1)
+    assert f"error: --host 127.0.0.1 --port {port}: cannot listen there (Address already in use)" in output
+    assert "start:" not in output
+    assert "cannot listen" in refused("serve", "--model", str(tiny_w8a8), "--host", "nowhere.invalid")
 
 
 def test_flags_are_refused_before_loading(tiny_w8a8: Path) -> None:

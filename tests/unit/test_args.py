@@ -65,6 +65,11 @@ BAD = {
     "ring count": ({"ring_dep_pool": "1,2"}, "one non-negative integer or four"),
     "dtype": ({"dtype": "float16"}, "--dtype is 'float16'"),
     "replay": ({"prefix_replay": 64}, "--prefix-replay is 64"),
+    "no threads": ({"threads": 0}, "--threads is 0, expected 1..1024"),
+    "many threads": ({"threads": 100_000}, "--threads is 100000"),
+    "no queue": ({"max_waiting": 0}, "--max-waiting is 0"),
+    "timeout": ({"step_timeout": float("nan")}, "--step-timeout is nan"),
+    "cache dtype": ({"dtype": "float32", "kv_cache_dtype": "bfloat16"}, "the cache follows the dtype"),
 }
 
 
