@@ -9,6 +9,7 @@ import typer
 
 from cli.console import stage_progress
 from cli.options import takes_engine_args
+from dsv4.checkpoint.demo import model_path
 from dsv4.config import load_config
 from dsv4.errors import ConfigError
 from dsv4.profile.capture import Geometry
@@ -29,7 +30,7 @@ def _config(settings: EngineSettings, context: int, pages: dict[str, int], windo
 
 
 def _request(args: EngineArgs, device: str, table: Path, each: int | None, every: bool, out: Path) -> Request:
-    cfg = load_config(args.model)
+    cfg = load_config(model_path(args.model))
     devices = load_devices(table)
     if device not in devices:
         raise ConfigError(f"--profile-device is {device!r}, expected one of {', '.join(devices)}")
