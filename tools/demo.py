@@ -1,7 +1,7 @@
 """`make demo`: from a released-format checkpoint to a completion over HTTP, on this machine's CPU, and `make serve`.
 
-Makes a tiny checkpoint in the released source format, converts it to W8A8, starts `dsv4 serve` at K=7, asks for one
-completion as the README shows with curl, prints it and stops the server. Exits 0 only if all of that worked.
+Takes the trained demo checkpoint (released source format, dsv4/demo), converts it to W8A8, starts `dsv4 serve` at K=7, asks
+for one completion as the README shows with curl, prints it and stops the server. Exits 0 only if all of that worked.
 """
 
 import argparse
@@ -21,12 +21,13 @@ ROOT = Path(__file__).resolve().parent.parent
 WORK = ROOT / "build" / "demo"
 DSV4 = str(Path(sys.executable).parent / "dsv4")
 SPECULATION = '{"method":"dspark","num_speculative_tokens":7}'
-PROMPT = "def add(a, b):"
+SOURCE = ROOT / "dsv4" / "demo"
+PROMPT = "class Stack:\n    def __init__(self):\n        self.items = []\n\n    def push(self, item):\n"
 
 
 def run(*command: str) -> None:
     print("$ dsv4 " + " ".join(command), flush=True)
-    subprocess.run([DSV4, *command], check=True)
+    subprocess.run([DSV4, *command], check=True, cwd=ROOT)
 
 
 def size(folder: Path) -> str:
@@ -35,15 +36,13 @@ def size(folder: Path) -> str:
 
 
 def prepare() -> Path:
-    """The W8A8 checkpoint, made once."""
-    source, w8a8 = WORK / "source", WORK / "w8a8"
-    if not (source / "config.json").exists():
-        shutil.rmtree(source, ignore_errors=True)
-        run("make-tiny", str(source))
-    if not (w8a8 / "config.json").exists():
+    """The W8A8 checkpoint, converted once and again when the source has changed."""
+    w8a8 = WORK / "w8a8"
+    if not (w8a8 / "config.json").exists() or (SOURCE / "config.json").stat().st_mtime > w8a8.stat().st_mtime:
         shutil.rmtree(w8a8, ignore_errors=True)
-        run("convert", str(source), str(w8a8))
-    print(f"checkpoint: source {size(source)}, W8A8 {size(w8a8)}", flush=True)
+        run("check", str(SOURCE.relative_to(ROOT)))
+        run("convert", str(SOURCE.relative_to(ROOT)), str(w8a8.relative_to(ROOT)))
+    print(f"checkpoint: source {size(SOURCE)}, W8A8 {size(w8a8)}", flush=True)
     return w8a8
 
 
@@ -67,7 +66,7 @@ def wait_ready(server: subprocess.Popen, port: int, seconds: float = 180.0) -> f
 
 
 def complete(port: int) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 48, "ignore_eos": True}
+    body = {"prompt": PROMPT, "max_tokens": 96}
     url = f"http://127.0.0.1:{port}/v1/completions"
     print(f"$ curl {url} -H 'Content-Type: application/json' -d '{json.dumps(body)}'", flush=True)
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
@@ -76,7 +75,10 @@ def complete(port: int) -> None:
         answer = json.load(response)
     seconds = time.monotonic() - began
     print(json.dumps(answer, indent=2, ensure_ascii=False))
+    print(PROMPT + answer["choices"][0]["text"])
     tokens = answer["usage"]["completion_tokens"]
+    drafted = answer["usage"]["completion_tokens_details"]["accepted_prediction_tokens"]
+    print(f"{drafted} of {tokens} tokens were drafted and right")
     print(f"{tokens} tokens in {seconds:.2f} s: {tokens / seconds:.1f} tokens/s", flush=True)
 
 
