@@ -32,7 +32,7 @@ from tools.training.weights import make_params
 LENGTH, SEQUENCES = 512, 128
 PROMPTS, SHORTEST, LONGEST, MAX_TOKENS = 64, 32, 256, 256
 SHORT_TOKENS = 64  # before most answers begin to repeat themselves
-SAMPLES, SAMPLE_LINES, SAMPLE_TOKENS = 4, 6, 80
+SAMPLES, SAMPLE_LINES, SAMPLE_TOKENS = 8, 6, 80
 
 
 def loss(cfg: ModelConfig, params: Params, ids: Tensor) -> float:
@@ -93,7 +93,7 @@ def generation(w8a8: Path, corpus: Corpus, tokenizer: Tokenizer, seed: int, thre
             "prompt": "\n".join(tokenizer.decode(prompt).splitlines()[-SAMPLE_LINES:]),
             "completion": tokenizer.decode(answer.tokens[:SAMPLE_TOKENS]),
         }
-        for prompt, answer in list(zip(prompts, drafted, strict=True))[:SAMPLES]
+        for prompt, answer in list(zip(prompts, drafted, strict=True))[:: PROMPTS // SAMPLES]
     ]
     return {
         "prompts": PROMPTS, "prompt_tokens": [SHORTEST, LONGEST], "max_tokens": MAX_TOKENS,
@@ -125,10 +125,10 @@ def main() -> None:
     figures |= {"loss": losses(args.checkpoint, w8a8, trained, corpus)}
     figures |= generation(w8a8, corpus, tokenizer, recipe.seed + 3, args.threads)
     write_atomic(args.work / "figures.json", json.dumps(figures, indent=2, ensure_ascii=False))
-    histories = {name: json.loads((args.work / f"{name}.json").read_text()) for name in ("target", "drafter")}
+    histories = {name: json.loads((args.work / f"{name}.json").read_text()) for name in ("target", "drafter", "tune")}
     files = json.loads((args.work / "files.json").read_text())
     sizes = {"train_bytes": corpus.train_bytes, "held_out_bytes": corpus.held_out_bytes}
-    write_atomic(args.checkpoint / "training.svg", loss_plot(histories["target"], histories["drafter"]))
+    write_atomic(args.checkpoint / "training.svg", loss_plot(**histories))
     write_atomic(args.checkpoint / "README.md", card(recipe.to_dict(), files, sizes, figures))
     print(json.dumps({k: v for k, v in figures.items() if k != "samples"}, indent=2))
 

@@ -52,7 +52,7 @@ class Recipe:
     gamma: float = 4.0
     drafter_level: float = 0.5
     drafter_stop: int = 1500
-    tune_steps: int = 3000
+    tune_steps: int = 900
     tune_lr: float = 2e-3
     temperature: float = 0.3
     rollouts: int = 2048
