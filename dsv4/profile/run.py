@@ -1,5 +1,6 @@
 """The profile of one deployment: every program captured and costed, memory planned, times predicted, graphs lowered."""
 
+import re
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -92,6 +93,8 @@ def _lower(traced: Traced, captured: tuple[str, ...], whole: tuple[str, ...], pa
     parts: Counter[str] = Counter()
     for node in low.nodes:
         layer, part = place(node.scope)
+        if given := re.search(r"_layers_(\d+)_", node.name) if node.type == "Data" else None:
+            layer, part = f"layer {given[1]}", "inputs"
         layers[layer] += 1
         parts[f"{layer}/{part}"] += 1
     marginal = {}
