@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
 
-.PHONY: demo serve test test-slow lint bench clean
+.PHONY: demo serve test test-slow test-npu lint bench clean
 
 $(VENV)/.core: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -29,6 +29,11 @@ test: $(VENV)/.test  ## lint and the default tests
 
 test-slow: $(VENV)/.test  ## the longer tests
 	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-npu:  ## lowering through the real torchair, in a venv of its own; needs no NPU
+	test -x .venv-npu/bin/python || $(PYTHON) -m venv .venv-npu
+	.venv-npu/bin/python -m pip install --quiet --disable-pip-version-check -e '.[npu,test]'
+	TORCH_DEVICE_BACKEND_AUTOLOAD=0 .venv-npu/bin/python -m pytest tests/graph -k npu $(ARGS)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check .
