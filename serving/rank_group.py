@@ -1,6 +1,6 @@
 """One generation of worker processes: started, spoken to, blamed and ended together.
 
-torch.distributed's elastic agent starts the processes (sessions of their own, the rendezvous store, exit codes) and ends the
+torch.distributed's elastic agent starts the processes (in sessions of their own), collects their exit codes and ends the
 others as soon as one has failed. It runs on a thread and restarts nothing itself: its restarts know no pause and tell nobody,
 while the engine must end its requests and forget its caches in between (`ranks.py`). What the agent cannot see, a process that
 hangs, is the business of whoever waits for an answer; `kill` is for that.
@@ -14,13 +14,16 @@ import socket
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from torch.distributed.elastic.agent.server.api import WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+from torch.distributed.elastic.rendezvous import RendezvousParameters
+from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dsv4.errors import EngineError
 from serving.batches import Array
@@ -31,12 +34,13 @@ log = logging.getLogger("dsv4.ranks")
 
 Progress = Callable[[str, int, int], None]
 MONITOR_S = 0.1
+SILENT_S = 2.0  # without a heartbeat
 GRACE_S = 10  # for workers to leave when asked, before they are killed
 
 # They say of every exit what we say better, and warn that the agent's thread handles no signals: workers notice by themselves
 # that an engine has ended.
-for _name in ("torch.distributed.elastic.multiprocessing.api", "torchelastic-events-null"):
-    logging.getLogger(_name).setLevel(logging.CRITICAL)
+logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+logging.getLogger("torchelastic-events-null").disabled = True
 
 
 class RankGroup:
@@ -48,7 +52,6 @@ class RankGroup:
         self._ranks = setup.parallel.ep
         self._on_message, self._on_loss = on_message, on_loss
         self.progress: Array | None = None
-        self.pids: dict[int, int] = {}
         self._channels: dict[int, Channel] = {}
         self._ready: dict[int, Ready] = {}
         self._failed: dict[int, Failed] = {}
@@ -61,14 +64,15 @@ class RankGroup:
     def start(self, report: Progress | None = None) -> list[Ready]:
         """Starts all workers and waits until the last one is warm. Raises EngineError naming rank, device and cause."""
         self._folder = Path(tempfile.mkdtemp(prefix="dsv4-"))
-        (self._folder / PROGRESS).write_bytes(bytes(16 * self._ranks))
+        (self._folder / PROGRESS).write_bytes(bytes(24 * self._ranks))
         self.progress = progress_table(self._folder, self._ranks)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._folder / SOCKET))
         self._listener.listen(self._ranks)
         self._report = report
-        self._agent = threading.Thread(target=self._run_agent, name="dsv4-agent", daemon=True)
-        self._agent.start()
+        self._agent = self._make_agent()
+        self._agent_thread = threading.Thread(target=self._run_agent, name="dsv4-agent", daemon=True)
+        self._agent_thread.start()
         threading.Thread(target=self._accept, name="dsv4-accept", daemon=True).start()
         try:
             with self._changed:
@@ -79,6 +83,11 @@ class RankGroup:
             self.kill()
             raise
         return [self._ready[rank] for rank in range(self._ranks)]
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Process ids by rank, as soon as there are processes."""
+        return {w.local_rank: w.id for w in self._agent.get_worker_group().workers if w.id is not None}
 
     @property
     def is_ready(self) -> bool:
@@ -95,7 +104,7 @@ class RankGroup:
     def why(self) -> str:
         """Who failed first and how. Waits for exit codes, which come within a second of a death."""
         if self._gone and not self._ending:
-            self._agent.join(timeout=3)
+            self._agent_thread.join(timeout=3)
         where = self._setup.where
         for rank in sorted(self._failed, key=self._gone_order):
             if not self._failed[rank].of_peer:
@@ -111,13 +120,20 @@ class RankGroup:
         return f"the workers could not be started: {self._agent_error}"
 
     def stragglers(self) -> str:
-        """The ranks that have come least far."""
-        order = [(int(step), int(segments), rank) for rank, (step, segments) in enumerate(self.progress)]
-        least = min(order)[:2]
-        behind = [self._setup.where(rank) for *at, rank in order if tuple(at) == least]
+        """The ranks that show no life; if all do, or none, those that have come least far."""
+        now = time.monotonic_ns()
+        steps, segments, beats = self.progress.T.tolist()
+        silent = [rank for rank, beat in enumerate(beats) if now - beat > SILENT_S * 1e9]
+        if 0 < len(silent) < self._ranks:
+            return f"{self._names(silent)} show{'s' if len(silent) == 1 else ''} no life"
+        order = list(zip(steps, segments, strict=True))
+        behind = [rank for rank, at in enumerate(order) if at == min(order)]
         if len(behind) == self._ranks:
-            return f"all ranks are at the same place of step {least[0]}"
-        return f"{', '.join(behind)} {'is' if len(behind) == 1 else 'are'} behind the others"
+            return f"all ranks are at the same place of step {steps[0]}"
+        return f"{self._names(behind)} {'is' if len(behind) == 1 else 'are'} behind the others"
+
+    def _names(self, ranks: Sequence[int]) -> str:
+        return ", ".join(self._setup.where(rank) for rank in ranks)
 
     def close(self) -> None:
         """Lets the workers finish and leave; whoever has not after a while is killed."""
@@ -126,7 +142,7 @@ class RankGroup:
         for channel in self._channels.values():
             with suppress(OSError):
                 channel.send_frame(frame)
-        self._agent.join(timeout=GRACE_S)
+        self._agent_thread.join(timeout=GRACE_S)
         self.kill()
 
     def kill(self) -> None:
@@ -135,42 +151,47 @@ class RankGroup:
         with suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes whoever accepts, which closing does not
         self._listener.close()
-        for rank, pid in self.pids.items():
-            if rank not in self._gone:
+        if self._agent_thread.is_alive():  # it has not reaped them: their ids are theirs
+            for pid in self.pids.values():
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
         for channel in list(self._channels.values()):
             channel.close()
-        # A worker that has not said hello yet ends when it finds no socket.
-        shutil.rmtree(self._folder, ignore_errors=True)
-        self._agent.join(timeout=GRACE_S)
+        self._agent_thread.join(timeout=GRACE_S)
         shutil.rmtree(self._folder, ignore_errors=True)
 
     # Threads
 
-    def _run_agent(self) -> None:
-        config = LaunchConfig(
-            min_nodes=1,
-            max_nodes=1,
-            nproc_per_node=self._ranks,
-            run_id="dsv4",
-            rdzv_backend="c10d",
-            rdzv_endpoint="127.0.0.1:0",
-            local_addr="127.0.0.1",
+    def _make_agent(self) -> LocalElasticAgent:
+        # Its stores over TCP listen on every interface and ask nobody who they are; ours are files in the group's folder.
+        os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+        meeting = RendezvousParameters(
+            "c10d", str(self._folder / "rendezvous"), "dsv4", 1, 1, local_addr="127.0.0.1", store_type="file"
+        )
+        spec = WorkerSpec(
+            role="rank",
+            local_world_size=self._ranks,
+            rdzv_handler=get_rendezvous_handler(meeting),
+            entrypoint=sys.executable,
+            args=("-m", "serving.rank_worker", self._folder),
             max_restarts=0,
             monitor_interval=MONITOR_S,
-            shutdown_timeout=GRACE_S,
-            logs_specs=DefaultLogsSpecs(log_dir=str(self._folder)),
+            local_addr="127.0.0.1",
         )
-        error: str | None = "they left"
+        return LocalElasticAgent(spec, DefaultLogsSpecs(log_dir=str(self._folder)), shutdown_timeout=GRACE_S)
+
+    def _run_agent(self) -> None:
+        error = "they left"
         try:
-            elastic_launch(config, sys.executable)("-m", "serving.rank_worker", self._folder)
-        except ChildFailedError as failed:
-            self._exit_codes = {rank: failure.exitcode for rank, failure in failed.failures.items()}
-            codes = ", ".join(f"{self._setup.where(rank)} {code}" for rank, code in sorted(self._exit_codes.items()))
-            error = f"exit codes {codes}"
+            result = self._agent.run()
+            if result is not None and result.is_failed():
+                self._exit_codes = {rank: failure.exitcode for rank, failure in result.failures.items()}
+                codes = (f"{self._setup.where(rank)} {code}" for rank, code in sorted(self._exit_codes.items()))
+                error = f"exit codes {', '.join(codes)}"
         except Exception as unexpected:  # whatever goes wrong in the agent is one more way not to have workers
             error = f"{type(unexpected).__name__}: {unexpected}"
+        finally:
+            self._agent.get_worker_group().spec.rdzv_handler.shutdown()
         with self._changed:
             self._agent_error = error
             self._changed.notify_all()
@@ -189,7 +210,7 @@ class RankGroup:
             assert isinstance(hello, Hello), hello
             rank = hello.rank
             with self._changed:
-                self._channels[rank], self.pids[rank] = channel, hello.pid
+                self._channels[rank] = channel
             channel.send(self._setup)
             while True:
                 self._handle(rank, channel.receive())

@@ -50,7 +50,6 @@ class Hello:
     """A worker's first words."""
 
     rank: int
-    pid: int
 
 
 @dataclass(frozen=True)

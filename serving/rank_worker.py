@@ -48,23 +48,29 @@ from serving.worker import Worker
 
 log = logging.getLogger("dsv4.rank")
 
-SOCKET, PROGRESS = "engine.sock", "progress"
+SOCKET, PROGRESS, STORE = "engine.sock", "progress", "store"
+BEAT_S = 0.25
 PEAK_UNIT = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
 
 
 def progress_table(folder: Path, ranks: int) -> Array:
-    """[ranks, 2] int64 shared by all processes: the step each rank is at, and launches it has ever finished."""
+    """[ranks, 3] int64 shared by all processes: the step each rank is at (from 1), segments of programs it has done, and when
+    it last showed life (`time.monotonic_ns`)."""
     with open(folder / PROGRESS, "r+b") as file:
-        return np.frombuffer(mmap.mmap(file.fileno(), ranks * 16), np.int64).reshape(ranks, 2)
+        return np.frombuffer(mmap.mmap(file.fileno(), ranks * 24), np.int64).reshape(ranks, 3)
 
 
-def _build(setup: Setup, rank: int, done: Array, report: Callable[[str, int, int], None] | None) -> Worker:
+def _build(
+    setup: Setup, folder: Path, rank: int, done: Array, report: Callable[[str, int, int], None] | None
+) -> Worker:
     """Joins the other ranks, loads this one's slices, captures and warms up every program."""
     platform = choose_platform(setup.platform, setup.target)
     if platform.backend == "gloo" and sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all ranks are on this machine, and nobody else listens
     # The engine watches the time: it can name the rank that hangs, a collective cannot.
-    dist.init_process_group(platform.backend, timeout=timedelta(days=1))
+    ranks = setup.parallel.ep
+    store = dist.FileStore(str(folder / STORE), ranks)
+    dist.init_process_group(platform.backend, store=store, rank=rank, world_size=ranks, timeout=timedelta(days=1))
     mesh = join(setup.parallel, ops_exchange=platform.name == "a2a3", exact=platform.name == "cpu")
     params = load_params(
         setup.model, setup.cfg, setup.dtype, mesh=mesh, max_positions=setup.max_positions, drafter=setup.k > 0
@@ -82,7 +88,7 @@ def _build(setup: Setup, rank: int, done: Array, report: Callable[[str, int, int
         target=platform.target,
         mesh=mesh,
         device=platform.device(device),
-        counter=done[1:],
+        counter=done[1:2],
     )
     worker.warm_up(report)
     return worker
@@ -121,6 +127,13 @@ def _listen(channel: Channel, inbox: "queue.SimpleQueue[object]", folder: Path) 
     os._exit(0)  # the main thread may be inside a collective that will never end
 
 
+def _beat(done: Array) -> NoReturn:
+    """Shows life, from a thread: a process that is stopped, or holds the interpreter, does not."""
+    while True:
+        done[2] = time.monotonic_ns()
+        time.sleep(BEAT_S)
+
+
 def _lost_a_peer(error: Exception) -> bool:
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error).lower())
 
@@ -136,7 +149,7 @@ def main() -> None:
         shutil.rmtree(folder, ignore_errors=True)
         sys.exit(1)
     channel = Channel(connection)
-    channel.send(Hello(rank, os.getpid()))
+    channel.send(Hello(rank))
     setup = channel.receive()
     assert isinstance(setup, Setup), setup
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -145,8 +158,9 @@ def main() -> None:
     began = time.perf_counter()
     try:
         done = progress_table(folder, setup.parallel.ep)[rank]
+        threading.Thread(target=_beat, args=(done,), daemon=True).start()
         report = (lambda *at: channel.send(Capturing(*at))) if rank == 0 else None
-        worker = _build(setup, rank, done, report)
+        worker = _build(setup, folder, rank, done, report)
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * PEAK_UNIT
         channel.send(
             Ready(

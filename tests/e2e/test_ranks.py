@@ -1,6 +1,7 @@
 """Ranks as processes: the tokens of one process, whatever the layout and the traffic; death and stalls are survived."""
 
 import asyncio
+import contextlib
 import os
 import random
 import re
@@ -108,6 +109,20 @@ def test_memory_of_a_rank(pair: Started, alone: Alone, capsys: pytest.CaptureFix
         assert ready.weight_bytes < 0.65 * whole
     with capsys.disabled():
         print(f"\n{pair.rank_lines()[0][1]}; one process has {whole / 2**20:.1f} MiB of weights")
+
+
+def test_nothing_listens_beyond_this_machine(pair: Started) -> None:
+    """Neither the engine nor its workers."""
+    sockets = set()
+    for pid in (os.getpid(), *pair.engine._executor.pids.values()):
+        for handle in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(OSError):  # closed in the meantime
+                sockets.add(os.readlink(handle).removeprefix("socket:[").removesuffix("]"))
+    listening, loopback = "0A", ("0100007F", "0" * 24 + "01000000")
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            _, local, _, state, *_, inode = line.split()[:10]
+            assert state != listening or inode not in sockets or local.split(":")[0] in loopback, line
 
 
 def wait_for_health(engine, seconds: float) -> None:
