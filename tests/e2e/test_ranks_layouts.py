@@ -76,8 +76,10 @@ def test_layouts(model: Path, alone: Alone, dp: int, tp: int, k: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("k", [0, 7])
 def test_preempted_requests_change_groups(model: Path, alone: Alone, k: int) -> None:
-    """Each group's pool holds one and a half requests: the later ones lose their seats and take what comes first."""
-    prompts = [prompt(96 + 3 * i, i) for i in range(8)]
+    """Each group's pool holds one and a half requests. Long answers share the second: the later one loses its seat there and goes
+    on in the first, where short ones have left."""
+    prompts = [prompt(96 + 3 * i, i) for i in range(4)]
+    counts = [12, 50, 12, 50]
     flags = {
         "max_model_len": 256,
         "max_num_seqs": 6,
@@ -98,7 +100,8 @@ def test_preempted_requests_change_groups(model: Path, alone: Alone, k: int) -> 
             return found
 
         started.scheduler.plan = noting
-        assert generate(started.engine, prompts, 50) == [alone(ids, 50) for ids in prompts]
+        expected = [alone(ids, n) for ids, n in zip(prompts, counts, strict=True)]
+        assert generate(started.engine, prompts, counts) == expected
         started.scheduler.check()
         assert started.engine.stats().preemptions > 0
     assert any(len(groups) == 2 for groups in homes.values())
