@@ -155,6 +155,8 @@ def main() -> None:
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox, folder), daemon=True).start()
     torch.set_num_threads(setup.threads)
+    if setup.target != "inductor":  # torch makes the folder of a cache that nothing here uses
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
     began = time.perf_counter()
     try:
         done = progress_table(folder, setup.parallel.ep)[rank]
