@@ -3,12 +3,14 @@
 import asyncio
 import json
 import time
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from cli.console import stage_progress
 from cli.options import takes_engine_args
+from dsv4.errors import ConfigError
 from serving.args import EngineArgs
 from serving.build import Built, build_engine
 from serving.generation import Generation
@@ -25,6 +27,15 @@ def speculation_record(s: Speculation) -> dict[str, Any]:
         "mean_accepted_length": round(s.mean_accepted_length, 4),
         "accepted_per_position": s.accepted_per_position,
     }
+
+
+def _check_texts(flag: str, texts: Sequence[str]) -> None:
+    """Raises ConfigError for an argument whose bytes were not UTF-8: Python hands those over as lone surrogates."""
+    for text in texts:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(f"{flag}: not UTF-8 at character {error.start}") from None
 
 
 async def _one(built: Built, index: int, prompt: str, params: SamplingParams) -> dict[str, Any]:
@@ -66,6 +77,10 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per prompt.")] = False,
 ) -> None:
     """Generates from one or more prompts, offline."""
+    _check_texts("--prompt", prompt)
+    _check_texts("--stop", stop or ())
+    if stop and not all(stop):
+        raise ConfigError("--stop: a stop string must not be empty; leave the flag out for none")
     params = SamplingParams(max_tokens=max_tokens, stop=tuple(stop or ()), ignore_eos=ignore_eos)
     with stage_progress("start") as progress:
         built = build_engine(args, progress)

@@ -190,7 +190,7 @@ class Engine:
         return self._executor.stop_profile()
 
     def close(self) -> None:
-        """Stops after the steps in flight; unfinished requests end as aborted."""
+        """Stops; unfinished requests end as aborted, and nobody waits for the steps in flight."""
         with self._wake:
             self._closing = True
             self._wake.notify()

@@ -26,7 +26,6 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from dsv4.errors import EngineError
-from serving.batches import Array
 from serving.rank_messages import Capturing, Channel, Failed, Hello, Ready, Setup, Stop
 from serving.rank_worker import PROGRESS, SOCKET, progress_table
 
@@ -51,7 +50,6 @@ class RankGroup:
         self._setup = setup
         self._ranks = setup.parallel.ep
         self._on_message, self._on_loss = on_message, on_loss
-        self.progress: Array | None = None
         self._channels: dict[int, Channel] = {}
         self._ready: dict[int, Ready] = {}
         self._failed: dict[int, Failed] = {}
@@ -60,15 +58,16 @@ class RankGroup:
         self._agent_error: str | None = None
         self._changed = threading.Condition()
         self._ending = False
-
-    def start(self, report: Progress | None = None) -> list[Ready]:
-        """Starts all workers and waits until the last one is warm. Raises EngineError naming rank, device and cause."""
+        self._report: Progress | None = None
         self._folder = Path(tempfile.mkdtemp(prefix="dsv4-"))
         (self._folder / PROGRESS).write_bytes(bytes(24 * self._ranks))
         self.progress = progress_table(self._folder, self._ranks)
         self._listener = socket.socket(socket.AF_UNIX)
         self._listener.bind(str(self._folder / SOCKET))
         self._listener.listen(self._ranks)
+
+    def start(self, report: Progress | None = None) -> list[Ready]:
+        """Starts all workers and waits until the last one is warm. Raises EngineError naming rank, device and cause."""
         self._report = report
         self._agent = self._make_agent()
         self._agent_thread = threading.Thread(target=self._run_agent, name="dsv4-agent", daemon=True)

@@ -124,7 +124,7 @@ class RankExecutor:
             try:
                 if not closing:
                     self._start()
-            except EngineError as error:
+            except (EngineError, OSError) as error:
                 cause = str(error)
             if self._closing.is_set():
                 self._group.kill()  # one that was started while `close` ended the last

@@ -151,6 +151,13 @@ def test_a_file_where_a_folder_is_meant(tiny_w8a8: Path, tmp_path: Path) -> None
     assert (tmp_path / "file").read_text() == "here first"
 
 
+def test_texts_that_cannot_be_meant(tiny_w8a8: Path) -> None:
+    model = ("generate", "--model", str(tiny_w8a8))
+    assert "--prompt: not UTF-8 at character 1" in refused(*model, "--prompt", "a\udcff")
+    assert "--stop: not UTF-8" in refused(*model, "--prompt", "a", "--stop", "\udcff")
+    assert "must not be empty" in refused(*model, "--prompt", "a", "--stop", "")
+
+
 def test_an_address_in_use_is_refused_before_loading(tiny_w8a8: Path) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

@@ -11,13 +11,16 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from dsv4.checkpoint.load import abstract_params
+from dsv4.config import StepShape
 from dsv4.errors import EngineError, UnavailableError
 from dsv4.mesh import Mesh
 from dsv4.tree import tree_bytes
+from serving.batches import Launch, StepWork
 from serving.build import Started
 from serving.request import SamplingParams
 from tests.support.engines import collect, generate, tokens_of
@@ -173,3 +176,31 @@ def test_a_stalled_worker(pair: Started, alone: Alone) -> None:
     error = break_under_load(pair, lambda: os.kill(pids[1], signal.SIGSTOP), "rank 1 (cpu device 1)")
     assert "more than 8 s" in error
     check_traffic(pair, alone, 3, seed=2)
+
+
+@pytest.mark.slow
+def test_a_failing_worker(pair: Started, alone: Alone) -> None:
+    """A step that no program was captured for: an exception in every worker, told with its cause."""
+    executor = pair.engine._executor
+    shape = StepShape("speculate", 3, 8, 4)
+    work = StepWork({}, (Launch(shape, {"slots": np.full(3, 2, np.int32)}, 0),))
+    error = break_under_load(pair, lambda: executor.submit([work]), "(cpu device ")
+    assert "no program for speculate[3x8, 4 pages]" in error
+    check_traffic(pair, alone, 3, seed=3)
+
+
+@pytest.mark.slow
+def test_a_rank_never_holds_the_checkpoint(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """With twenty times the expert weights, a process grows by its share of them."""
+    large = make_checkpoint(tmp_path / "large", moe_intermediate_size=2048)
+    found = []
+    for checkpoint in (model, large):
+        with running_ranks(checkpoint, 1, 4) as started:
+            found.append((started.weight_bytes, started.ranks))
+    whole = (found[1][0] - found[0][0]) / 2**20
+    for before, after in zip(found[0][1], found[1][1], strict=True):
+        share = (after.weight_bytes - before.weight_bytes) / 2**20
+        grown = (after.peak_bytes - before.peak_bytes) / 2**20
+        with capsys.disabled():
+            print(f"\nexperts {whole:.0f} MiB more, of which a rank has {share:.0f}: it grows by {grown:.0f} MiB")
+        assert grown < 1.2 * share + 40 < 0.5 * whole

@@ -39,7 +39,9 @@ def tokens_of(outputs: Sequence[EngineOutput]) -> list[int]:
     return [token for output in outputs for token in output.token_ids]
 
 
-def generate(engine, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int] = 16, **fields) -> list[list[int]]:
+def generate(
+    engine, prompts: Sequence[Sequence[int]], max_tokens: int | Sequence[int] = 16, **fields
+) -> list[list[int]]:
     """Runs all prompts at once; their tokens."""
     counts = [max_tokens] * len(prompts) if isinstance(max_tokens, int) else max_tokens
     fields = {"ignore_eos": True} | fields

@@ -55,9 +55,9 @@ def imports(path: Path, everywhere: bool = False) -> set[str]:
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
-        elif isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not everywhere:
+        elif (isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)) or (
+            isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not everywhere
+        ):
             continue
         pending += ast.iter_child_nodes(node)
     return found
