@@ -123,7 +123,7 @@ def explain(errors: Sequence[Any]) -> RequestError:
         return RequestError(f"{param} is required", param=param, code="missing_field")
     detail = first["msg"].removeprefix("Value error, ")
     detail = detail[:1].lower() + detail[1:]
-    return RequestError(f"{param}: {detail}", param=param, code="invalid_value")
+    return RequestError(f"{param}: {detail}" if param else detail, param=param or None, code="invalid_value")
 
 
 def _path(parts: Sequence[str | int]) -> str:

@@ -194,3 +194,8 @@ def test_a_mistake_of_our_own_is_logged_and_not_told(toy_server, caplog):
     for error in (plain.json()["error"], events(streamed)[-1]["error"]):
         assert error["type"] == "server_error" and "secret" not in error["message"]
     assert caplog.text.count("a secret") >= 2
+
+
+def test_tokenize_nothing(toy_server):
+    error = toy_server(ToyEngine()).post("/tokenize", json={}).json()["error"]
+    assert error["message"].startswith("send either") and error["param"] is None
