@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from dsv4.errors import EngineError
+from dsv4.errors import EngineError, PlatformError
 from serving.rank_messages import Capturing, Channel, Failed, Hello, Ready, Setup, Stop
 from serving.rank_worker import PROGRESS, SOCKET, progress_table
 
@@ -63,7 +63,13 @@ class RankGroup:
         (self._folder / PROGRESS).write_bytes(bytes(24 * self._ranks))
         self.progress = progress_table(self._folder, self._ranks)
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(str(self._folder / SOCKET))
+        try:
+            self._listener.bind(str(self._folder / SOCKET))
+        except OSError as error:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise PlatformError(
+                f"{self._folder}: no socket can be made there ({error}); set TMPDIR to a short path"
+            ) from None
         self._listener.listen(self._ranks)
 
     def start(self, report: Progress | None = None) -> list[Ready]:
