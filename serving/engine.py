@@ -277,7 +277,7 @@ class Engine:
         results = [builder.result(part, work, out) for builder, part, work, out in parts]
         with self._wake:
             events = self._scheduler.commit(step.plan, results)
-        if self.num_speculative_tokens and self.steps % PROGRESS_STEPS == 0:
+        if self._totals.verify_steps and self.steps % PROGRESS_STEPS == 0:
             self._log_progress()
         self.steps += 1
         details: dict[str, RowDetails] = {}
@@ -349,7 +349,7 @@ class Engine:
             yield stream, output
 
     def _log_progress(self) -> None:
-        """One line at the first verify step and every PROGRESS_STEPS steps: sums over finished requests."""
+        """One line, after the first request that drafted and every PROGRESS_STEPS steps: sums over finished requests."""
         t = self._totals
         log.info(
             "DSpark speculation progress: requests=%d verifies=%d proposed=%d accepted=%d mean_len=%.2f fallbacks=%d",
@@ -373,6 +373,8 @@ class Engine:
         total.fallback_steps += one.fallback_steps
         total.proposed += one.proposed
         total.accepted += one.accepted
+        if total.verify_steps == one.verify_steps > 0:
+            self._log_progress()
 
 
 def _put(outputs: Sequence[tuple[_Stream, EngineOutput]]) -> None:

@@ -101,5 +101,5 @@ class HttpSettings:
         if any(not key for key in self.api_keys):
             raise ConfigError("--api-key: a key must not be empty; leave the flag out to serve without keys")
         for name in ("max_connections", "max_body_bytes", "max_prompts", *_TIMES):
-            if getattr(self, name) <= 0:
+            if not getattr(self, name) > 0:
                 raise ConfigError(f"{name} must be positive, got {getattr(self, name)}")
