@@ -3,8 +3,8 @@
 import asyncio
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
-from pathlib import Path
 
+from dsv4.checkpoint.demo import model_path
 from serving.args import EngineArgs
 from serving.bench.client import Endpoint
 from serving.bench.offline import run_batches
@@ -44,7 +44,7 @@ class Sweep:
 
     def online(self, args: EngineArgs, k: int) -> Iterator[Point]:
         """Against a server of our own. Raises EngineError if it does not start."""
-        encode = Tokenizer.load(Path(args.model)).encode
+        encode = Tokenizer.load(model_path(args.model)).encode
         with own_server(serve_flags(at_width(args, k))) as server:
             yield from self._rates(Endpoint(base=server.base), k, encode)
 
