@@ -5,12 +5,15 @@ from starlette.middleware.cors import CORSMiddleware
 
 from serving.http import chat_completions, completions, errors, page, service
 from serving.http.context import Server
+from serving.http.farewell import Farewell
 from serving.http.middleware import AccessLog, ApiKeys, BodyLimit
 from serving.http.protocol_texts import ProtocolTexts
 from serving.http.settings import HttpSettings
 from serving.metrics import Metrics
 from serving.protocol import EngineClient, GrammarCompiler
 from serving.tokenizer import Tokenizer
+
+_PATIENCE = 8  # times the allowed size of a body that is read, and thrown away, of one that was refused
 
 
 def create_app(
@@ -37,9 +40,11 @@ def create_app(
     app.include_router(page.router())
     errors.install(app)
     # Added last runs first: a request is logged, then its origin, key and size are checked.
-    app.add_middleware(BodyLimit, max_bytes=settings.max_body_bytes, timeout_s=settings.body_timeout_s)
+    size, seconds = settings.max_body_bytes, settings.body_timeout_s
+    farewell = Farewell(max_bytes=_PATIENCE * size, timeout_s=seconds)
+    app.add_middleware(BodyLimit, max_bytes=size, timeout_s=seconds, farewell=farewell)
     if settings.api_keys:
-        app.add_middleware(ApiKeys, keys=settings.api_keys)
+        app.add_middleware(ApiKeys, keys=settings.api_keys, farewell=farewell)
     if settings.cors_origins:
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]

@@ -23,13 +23,13 @@ from serving.http.errors import (
     error_body,
     unexpected,
 )
+from serving.http.farewell import Farewell
 
 access_logger = logging.getLogger("dsv4.access")
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _QUIET = {"/health", "/metrics", "/metrics/json"}
 _OPEN = {"/", "/health"}
-_PATIENCE = 8  # times the allowed size that is read of a body that is too large
 
 
 class AccessLog:
@@ -82,11 +82,12 @@ class ApiKeys:
     """Wants `Authorization: Bearer KEY` everywhere but at `/health` (load balancers have no keys) and at the page `/`.
 
     `/metrics` wants a key too: Prometheus can send one, and traffic numbers are not everybody's. Every key is compared,
-    in constant time, so that an answer's delay tells nothing.
+    in constant time, so that an answer's delay tells nothing. A body is not looked at before its key.
     """
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str]) -> None:
+    def __init__(self, app: ASGIApp, keys: Iterable[str], farewell: Farewell) -> None:
         self._app = app
+        self._farewell = farewell
         self._digests = [hashlib.sha256(key.encode()).digest() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,7 +98,8 @@ class ApiKeys:
             kind="authentication_error",
             code="invalid_api_key",
         )
-        await ErrorResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+        refusal = ErrorResponse(body, 401, {"WWW-Authenticate": "Bearer"})
+        await self._farewell.answer(refusal, scope, receive, send)
 
     def _knows(self, scope: Scope) -> bool:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
@@ -107,30 +109,25 @@ class ApiKeys:
 
 
 class BodyLimit:
-    """Refuses bodies above a size, and bodies that dawdle.
+    """Refuses bodies above a size, as soon as it is known, and bodies that dawdle."""
 
-    What is too much is still read, up to a bound, and thrown away: a client that is cut off while it sends never sees
-    the answer. One that asked first (`Expect: 100-continue`) is answered at once.
-    """
-
-    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, timeout_s: float, farewell: Farewell) -> None:
         self._app = app
         self._max_bytes = max_bytes
         self._timeout_s = timeout_s
+        self._farewell = farewell
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
-        declared = headers.get("content-length", "0")
+        declared = Headers(scope=scope).get("content-length", "0")
         try:
-            if "expect" in headers and declared.isdecimal() and int(declared) > self._max_bytes:
+            if declared.isdecimal() and int(declared) > self._max_bytes:
                 raise self._too_large()
             body = await self._read(receive)
         except RequestError as error:
             status, content, extra = describe(error)
-            # Some of the body may be unread, so the connection cannot be used again.
-            return await ErrorResponse(content, status, {**extra, "Connection": "close"})(scope, receive, send)
+            return await self._farewell.answer(ErrorResponse(content, status, extra), scope, receive, send)
         except ClientGoneError:
             return
         whole: Message | None = {"type": "http.request", "body": body, "more_body": False}
@@ -145,23 +142,20 @@ class BodyLimit:
         await self._app(scope, replay, send)
 
     async def _read(self, receive: Receive) -> bytes:
-        body, size = bytearray(), 0
+        body = bytearray()
         try:
             async with asyncio.timeout(self._timeout_s):
-                while size <= _PATIENCE * self._max_bytes:
+                while True:
                     message = await receive()
                     if message["type"] == "http.disconnect":
                         raise ClientGoneError
-                    size += len(message.get("body", b""))
-                    if size <= self._max_bytes:
-                        body += message.get("body", b"")
+                    body += message.get("body", b"")
+                    if len(body) > self._max_bytes:
+                        raise self._too_large()
                     if not message.get("more_body"):
-                        break
+                        return bytes(body)
         except TimeoutError:
             raise SlowBodyError(f"the body did not arrive within {self._timeout_s:g} s") from None
-        if size > self._max_bytes:
-            raise self._too_large()
-        return bytes(body)
 
     def _too_large(self) -> PayloadTooLargeError:
         return PayloadTooLargeError(f"the body is larger than the {self._max_bytes} bytes this server accepts")
