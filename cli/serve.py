@@ -1,7 +1,6 @@
 """`dsv4 serve`: the OpenAI-compatible server."""
 
 import logging
-import socket
 from pathlib import Path
 from typing import Annotated
 
@@ -15,6 +14,7 @@ from dsv4.errors import ConfigError, PlatformError
 from serving.args import EngineArgs
 from serving.build import Built, build_engine
 from serving.grammar import Compiler
+from serving.http.address import hold
 from serving.http.app import create_app
 from serving.http.protocol_texts import ProtocolTexts
 from serving.http.run import serve as run_server
@@ -30,17 +30,6 @@ def _app(built: Built, settings: HttpSettings) -> FastAPI:
         grammars = None
     texts = ProtocolTexts.load(built.settings.args.model)
     return create_app(built.engine, built.tokenizer, settings=settings, texts=texts, grammars=grammars)
-
-
-def _check_address(host: str, port: int) -> None:
-    """Asks for the address before the minutes that loading may take. Raises ConfigError."""
-    try:
-        family, kind, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as the server will
-            probe.bind(address)
-    except OSError as error:
-        raise ConfigError(f"--host {host} --port {port}: cannot listen there ({error.strerror or error})") from None
 
 
 @takes_engine_args()
@@ -84,14 +73,15 @@ def serve(
         thinking=thinking,
         profile_output=(profile_output or Path("profile_out")) if profile else None,
     )
-    _check_address(host, port)
-    with permanent():
-        with stage_progress("start") as progress:
-            built = build_engine(args, progress)
-        application = _app(built, settings)
-    for what, value in [*built.banner(), ("listening", f"http://{host}:{port}/v1")]:
-        typer.echo(f"{what:>13}  {value}", err=True)
-    try:
-        run_server(application, host, port)
-    finally:
-        built.engine.close()
+    with hold(host, port) as sockets:
+        with permanent():
+            with stage_progress("start") as progress:
+                built = build_engine(args, progress)
+            application = _app(built, settings)
+        listening = f"http://{host}:{sockets[0].getsockname()[1]}/v1"
+        for what, value in [*built.banner(), ("listening", listening)]:
+            typer.echo(f"{what:>13}  {value}", err=True)
+        try:
+            run_server(application, sockets)
+        finally:
+            built.engine.close()

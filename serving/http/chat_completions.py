@@ -16,7 +16,7 @@ from serving.http.chat_schema import ChatBody, Prompted
 from serving.http.completions import tokens_json
 from serving.http.context import Server, close_all, new_id, off_loop, usage_json
 from serving.http.dsml import ChatDelta, ChatParser, ToolDelta
-from serving.http.lifetime import EventStream, JsonResponse, while_connected
+from serving.http.lifetime import JsonResponse
 from serving.http.logprobs import chat_logprobs
 from serving.request import FinishReason
 
@@ -48,9 +48,9 @@ def router(server: Server) -> APIRouter:
             server.log(request, [generation])
 
         if body.wants_stream(settings.defaults):
-            return EventStream(answer.events(), settings=settings, on_close=close)
+            return server.stream(answer.events(), on_close=close)
         try:
-            whole = await while_connected(request.receive, answer.collect(), settings.request_timeout_s)
+            whole = await server.lifetime.run(request.receive, answer.collect())
         finally:
             close()
         return JsonResponse(whole)

@@ -11,7 +11,7 @@ from dsv4.errors import RequestError
 from serving.detokenize import TextToken
 from serving.generation import Delta, Generation
 from serving.http.context import Server, close_all, merge, new_id, total_usage, usage_json
-from serving.http.lifetime import EventStream, JsonResponse, while_connected
+from serving.http.lifetime import JsonResponse
 from serving.http.logprobs import completion_logprobs
 from serving.http.schema import CompletionBody
 
@@ -41,9 +41,9 @@ def router(server: Server) -> APIRouter:
             server.log(request, generations)
 
         if body.wants_stream(settings.defaults):
-            return EventStream(answer.events(), settings=settings, on_close=close)
+            return server.stream(answer.events(), on_close=close)
         try:
-            whole = await while_connected(request.receive, answer.collect(), settings.request_timeout_s)
+            whole = await server.lifetime.run(request.receive, answer.collect())
         finally:
             close()
         return JsonResponse(whole)

