@@ -55,9 +55,8 @@ def check_traffic(started: Started, alone: Alone, count: int, seed: int = 0) -> 
     started.scheduler.check()
 
 
-def left_behind() -> tuple[list[str], list[int]]:
-    """Our folders among temporary files, and our worker processes."""
-    folders = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("dsv4-")]
+def own_workers() -> list[int]:
+    """Our worker processes."""
     workers = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():
@@ -70,15 +69,18 @@ def left_behind() -> tuple[list[str], list[int]]:
                 continue
             if b"serving.rank_worker" in command and int(parent[1]) == os.getpid():
                 workers.append(int(entry.name))
-    return folders, workers
+    return workers
 
 
 @pytest.fixture(scope="module")
-def tidy() -> Iterator[None]:
-    before = left_behind()
-    yield
-    folders, workers = left_behind()
-    assert set(folders) <= set(before[0]) and not workers
+def tidy(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Temporary files of these tests have a folder of their own, which is empty in the end; no worker lives on."""
+    folder = tmp_path_factory.mktemp("t")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)
+        yield
+    assert not list(folder.iterdir()) and not own_workers()
 
 
 @pytest.fixture(scope="module")
