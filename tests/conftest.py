@@ -5,7 +5,12 @@ import os
 # torch_npu, where installed without CANN, must not be loaded by torch's backend autoload.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
 
+import hypothesis
 import pytest
+
+# A busy machine is no counterexample.
+hypothesis.settings.register_profile("patient", hypothesis.settings.default, deadline=None)
+hypothesis.settings.load_profile("patient")
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ def v4_tokenizer():
 def running_server(app):
     """The app's base URL while it is served."""
     listener = socket.create_server(("127.0.0.1", 0), backlog=2048)
-    config = uvicorn.Config(app, access_log=False, log_config=None, lifespan="off", timeout_graceful_shutdown=2)
+    config = uvicorn.Config(app, access_log=False, log_config=None, lifespan="off", timeout_graceful_shutdown=10)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -47,13 +47,13 @@ def toy_server(v4_tokenizer):
         def serve(engine, *, texts=None, grammars=None, **settings):
             app = create_app(engine, v4_tokenizer, settings=HttpSettings(**settings), texts=texts, grammars=grammars)
             url = stack.enter_context(running_server(app))
-            return stack.enter_context(httpx.Client(base_url=url, timeout=20))
+            return stack.enter_context(httpx.Client(base_url=url, timeout=120))
 
         yield serve
 
 
-def wait_until(condition, seconds=2.0):
-    """Whether the condition came true in time."""
+def wait_until(condition, seconds=30.0):
+    """Whether the condition came true in time, which is ample: a busy machine is no fault."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if condition():

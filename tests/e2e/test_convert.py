@@ -105,18 +105,22 @@ def test_problems_are_lines_and_an_exit_code(source: Path, tmp_path: Path) -> No
             assert result.exit_code == 1 and result.output.startswith("error: ")
 
 
-SLOW_CONVERSION = """
+HALTING_CONVERSION = """
 import sys, time
+from pathlib import Path
 from dsv4.checkpoint.convert import convert
 from dsv4.checkpoint.plan import plan_conversion
-convert(plan_conversion(sys.argv[1]), sys.argv[2], jobs=2, progress=lambda nbytes: time.sleep(0.01))
+def stop_after_three(nbytes):
+    while len(list(Path(sys.argv[2]).glob("*.safetensors"))) >= 3:
+        time.sleep(0.1)
+convert(plan_conversion(sys.argv[1]), sys.argv[2], jobs=2, progress=stop_after_three)
 """
 
 
 def test_a_killed_conversion_leaves_nothing_half_written_and_resumes(source: Path, tmp_path: Path) -> None:
     whole, out = tmp_path / "whole", tmp_path / "out"
     assert dsv4("convert", source, whole).exit_code == 0
-    process = subprocess.Popen([sys.executable, "-c", SLOW_CONVERSION, source, out])
+    process = subprocess.Popen([sys.executable, "-c", HALTING_CONVERSION, source, out])
     deadline = time.monotonic() + 60
     while len(list(out.glob("*.safetensors"))) < 3 and time.monotonic() < deadline:
         time.sleep(0.02)

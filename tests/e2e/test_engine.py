@@ -4,7 +4,6 @@ import asyncio
 import functools
 import random
 import threading
-import time
 from dataclasses import replace
 
 import numpy as np
@@ -253,21 +252,29 @@ def test_a_failed_step_ends_its_requests_and_nothing_else() -> None:
         started.scheduler.check()
 
 
+def healthy(engine) -> bool:
+    try:
+        asyncio.run(engine.check_health())
+    except EngineError:
+        return False
+    return True
+
+
 def test_a_hung_step_is_told_and_healed() -> None:
     """faults.md 12: health names the step past its deadline, requests end with an error, and work goes on afterwards."""
     ids, release = prompt(20, 1), threading.Event()
-    with running(CFG, k_params("f32", 0), 0, step_timeout=0.3) as started:
+    with running(CFG, k_params("f32", 0), 0, step_timeout=1.0) as started:
         hook = Hook(started.worker)
         hook.before = release.wait
         outputs = asyncio.run(collect(started.engine, "a", ids, SamplingParams(max_tokens=4)))
         assert outputs[-1].finish_reason == "error"
-        with pytest.raises(EngineError, match=r"more than 0\.3 s"):
+        with pytest.raises(EngineError, match=r"more than 1 s"):
             asyncio.run(started.engine.check_health())
-        with pytest.raises(EngineError, match=r"more than 0\.3 s"):
+        with pytest.raises(EngineError, match=r"more than 1 s"):
             asyncio.run(collect(started.engine, "b", ids, SamplingParams(max_tokens=4)))
         hook.before = lambda: None
         release.set()
-        time.sleep(0.1)
+        assert wait_until(lambda: healthy(started.engine))
         assert generate(started.engine, [ids], 8) == [lone("f32", ids, 8)]
         asyncio.run(started.engine.check_health())
 

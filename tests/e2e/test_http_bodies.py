@@ -11,7 +11,7 @@ from tests.support.toy_engine import ToyEngine
 def write_then_read(client, *fields, body=b""):
     """The answer to a client that writes its whole request before it reads. Raises where the connection is reset."""
     url = client.base_url
-    with socket.create_connection((url.host, url.port), timeout=20) as sock:
+    with socket.create_connection((url.host, url.port), timeout=60) as sock:
         lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json", *fields]
         sock.sendall("\r\n".join([*lines, "", ""]).encode() + body)
         answer = bytearray()
@@ -67,7 +67,7 @@ def test_a_refused_client_is_answered_at_once_and_then_let_go(toy_server):
     client = toy_server(ToyEngine(), max_body_bytes=1000, body_timeout_s=0.2)
     waits = write_then_read(client, "Content-Length: 5000", "Expect: 100-continue")
     assert waits.startswith(b"HTTP/1.1 413 ")
-    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=20) as sock:
+    with socket.create_connection((client.base_url.host, client.base_url.port), timeout=60) as sock:
         sock.sendall(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
         with pytest.raises(OSError, match=r"reset|pipe"):
             for _ in range(10**6):

@@ -227,4 +227,4 @@ def test_openai_clients_hold_a_conversation_with_tools(toy_server, v4_tokenizer)
             await stream.close()
 
     asyncio.run(talk())
-    assert wait_until(lambda: not engine.live, 1.0)
+    assert wait_until(lambda: not engine.live)

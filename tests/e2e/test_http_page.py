@@ -71,7 +71,7 @@ class Browser:
     def evaluate(self, expression):
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
-    def wait(self, expression, seconds=10):
+    def wait(self, expression, seconds=60):
         deadline = time.monotonic() + seconds
         while time.monotonic() < deadline:
             if value := self.evaluate(expression):

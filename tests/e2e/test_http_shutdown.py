@@ -45,7 +45,7 @@ def server(tmp_path, drain_timeout_s):
     process = subprocess.Popen([sys.executable, program], env=env, stderr=subprocess.PIPE, text=True)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
-            assert wait_until(lambda: health(client) == 200, 60)
+            assert wait_until(lambda: health(client) == 200)
             yield process, client
     finally:
         process.kill()
@@ -76,7 +76,7 @@ def test_sigterm_drains(tmp_path):
     """Running requests finish, the process ends with 0."""
     with server(tmp_path, 60) as (process, client), ThreadPoolExecutor() as pool:
         answer = pool.submit(client.post, "/v1/completions", json={"prompt": [9], "max_tokens": 30})
-        assert wait_until(lambda: running(client) == 1, 30)
+        assert wait_until(lambda: running(client) == 1)
         process.send_signal(signal.SIGTERM)
         assert answer.result().json()["usage"]["completion_tokens"] == 30
         assert "draining: 1 requests still running" in log_of(process)
@@ -91,7 +91,7 @@ def test_what_cannot_finish_in_time_is_told(tmp_path):
     with server(tmp_path, 0.5) as (process, client), ThreadPoolExecutor() as pool:
         whole = [pool.submit(client.post, path, json=body) for path, body in asked]
         streams = [pool.submit(client.post, path, json=body | {"stream": True}) for path, body in asked]
-        assert wait_until(lambda: running(client) == 4, 30)
+        assert wait_until(lambda: running(client) == 4)
         process.send_signal(signal.SIGTERM)
         for answer in whole:
             response = answer.result()

@@ -28,11 +28,11 @@ def proxy(*bases: str) -> Iterator[tuple[str, subprocess.Popen]]:
     process = subprocess.Popen([sys.executable, str(EXAMPLE), *bases, "--port", str(port)], stderr=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     try:
-        assert wait_until(lambda: answers(url), 30)
+        assert wait_until(lambda: answers(url), 60)
         yield url, process
     finally:
         process.terminate()
-        process.wait(timeout=30)
+        process.wait(timeout=60)
 
 
 def answers(url: str) -> bool:
@@ -55,7 +55,7 @@ def pair(v4_tokenizer) -> Iterator[tuple[list[ToyEngine], list[contextlib.ExitSt
 
 def complete(url: str, prompt: str, tokens: int = 3) -> httpx.Response:
     body = {"prompt": prompt, "max_tokens": tokens, "ignore_eos": True}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=20)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 def served(engines: list[ToyEngine]) -> list[int]:
@@ -99,7 +99,7 @@ def test_a_client_that_leaves_takes_its_request_along(pair) -> None:
 def test_a_shutdown_drains(pair) -> None:
     _, _, url, process = pair
     body = {"prompt": "x", "max_tokens": 150, "stream": True, "ignore_eos": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
@@ -110,6 +110,6 @@ def test_a_shutdown_drains(pair) -> None:
         for line in events[:-1]
         if '"choices":[{' in line
     )
-    process.wait(timeout=20)
+    process.wait(timeout=60)
     assert process.returncode in (0, -signal.SIGTERM)
     assert not answers(url)

@@ -110,7 +110,7 @@ def serving(stub: Stub) -> Iterator[Stub]:
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert ready.wait(5)
+    assert ready.wait(60)
     try:
         yield stub
     finally:
@@ -129,8 +129,8 @@ def test_six_tokens_a_chunk_at_60_ms_are_10_ms_a_token(token_ids: bool) -> None:
     with serving(Stub(6, 0.06, token_ids=token_ids)) as stub:
         point = online(stub)
     assert point.failed == 0 and point.output_tokens == 3 * 48
-    assert point.per_token.p50 == pytest.approx(10, rel=0.15)
-    assert point.gap.p50 == pytest.approx(10, rel=0.15)
+    assert point.per_token.p50 == pytest.approx(10, rel=0.5)
+    assert point.gap.p50 == pytest.approx(10, rel=0.5)
     assert (point.prompt_tokens, point.cached_tokens) == (27, 9)
     assert stub.bodies[0].get("ignore_eos", False) is token_ids
 
@@ -163,7 +163,7 @@ def test_the_command_against_a_running_server(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "b.json").read_text())["points"]
     assert [point["prefix"] for point in found] == ["cold", "warm"]
-    assert all(point["per_token_ms"]["p50"] == pytest.approx(10, rel=0.15) for point in found)
+    assert all(point["per_token_ms"]["p50"] == pytest.approx(10, rel=0.5) for point in found)
     assert stub.bodies[0]["model"] == "stub"
     assert ET.parse(tmp_path / "b.svg").getroot().tag.endswith("svg")
     assert "online" in result.output
