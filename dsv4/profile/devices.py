@@ -1,4 +1,4 @@
-"""Devices as the roofline sees them: peaks from `configs/devices.toml`, whose comments name their sources."""
+"""Devices as the roofline sees them: peaks from `devices.toml` beside this file, whose comments name their sources."""
 
 import tomllib
 from dataclasses import dataclass, fields
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dsv4.errors import ConfigError
 
-TABLE = Path(__file__).resolve().parents[2] / "configs" / "devices.toml"
+TABLE = Path(__file__).with_name("devices.toml")
 
 
 @dataclass(frozen=True, kw_only=True)
