@@ -13,6 +13,8 @@ from dsv4.checkpoint.check import check as check_folder
 from dsv4.checkpoint.convert import convert as convert_folder
 from dsv4.checkpoint.plan import plan_conversion
 from dsv4.checkpoint.quantise import RoundingError
+from dsv4.errors import CheckpointError
+from serving.tokenizer import Tokenizer
 
 FORMS = {"source": "released source format (FP8 + MXFP4)", "w8a8": "W8A8"}
 
@@ -58,11 +60,24 @@ def check(
         bool, typer.Option("--values/--no-values", help="Read every value, or only names, dtypes and shapes.")
     ] = True,
 ) -> None:
-    """Checks names, dtypes, shapes and values of a checkpoint; one line per problem, exit code 1 if there is any."""
+    """Checks names, dtypes, shapes and values of a checkpoint, and its tokenizer.
+
+    One line per problem, exit code 1 if there is any.
+    """
     result = check_folder(folder, values=values)
-    for problem in result.problems:
+    problems = [*result.problems, *_tokenizer_problems(folder)]
+    for problem in problems:
         typer.echo(problem)
-    verdict = f"{len(result.problems):,} problems" if result.problems else "no problems"
+    verdict = f"{len(problems):,} problems" if problems else "no problems"
     typer.echo(f"{folder}: {FORMS[result.form]}, expected {result.totals}: {verdict}")
-    if result.problems:
+    if problems:
         raise typer.Exit(1)
+
+
+def _tokenizer_problems(folder: Path) -> list[str]:
+    """Weights are of no use to `generate` and `serve` without the vocabulary they were trained on."""
+    try:
+        Tokenizer.load(folder)
+    except CheckpointError as error:
+        return [str(error)]
+    return []

@@ -14,6 +14,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -125,6 +126,16 @@ def _bytes_of(tensor: Tensor) -> memoryview:
     return memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
 
 
+@contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """An error on an open file, such as a full disk, does not say which file: `path` is named then."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 class ShardWriter:
     """Writes one shard in any order, from any threads; the final name appears in `commit`, whole or not at all.
 
@@ -174,8 +185,9 @@ class ShardWriter:
         """Flushes, gives the file its name, and returns the digest."""
         missing = [spec.name for spec in self._specs if spec.name not in self._digests]
         assert not missing, f"{self.path}: never written: {missing[:3]}"
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with _blaming(self.path):
+            os.fsync(self._file.fileno())
+            self._file.close()
         os.replace(self._temporary, self.path)
         sync_directory(self.path.parent)
         combined = hashlib.sha256(self.header_sha256.encode())
@@ -189,18 +201,20 @@ class ShardWriter:
         self._temporary.unlink(missing_ok=True)
 
     def _write_at(self, offset: int, data: memoryview) -> None:
-        while data:
-            written = os.pwrite(self._file.fileno(), data, offset)
-            if not written:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._temporary))
-            offset, data = offset + written, data[written:]
+        with _blaming(self.path):
+            while data:
+                written = os.pwrite(self._file.fileno(), data, offset)
+                if not written:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                offset, data = offset + written, data[written:]
 
 
 def sync_directory(path: Path) -> None:
     """Makes renames in `path` durable."""
     fd = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(fd)
+        with _blaming(path):
+            os.fsync(fd)
     finally:
         os.close(fd)
 
@@ -209,7 +223,7 @@ def write_atomic(path: Path, data: bytes | str) -> None:
     """Writes a small file: readers see the old content or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
-        with temporary.open("wb") as file:
+        with _blaming(path), temporary.open("wb") as file:
             file.write(data.encode() if isinstance(data, str) else data)
             file.flush()
             os.fsync(file.fileno())

@@ -82,9 +82,9 @@ def _write_shards(
                 writers[weight_map[name]].write(spec.name, stored_tensor)
         if remaining:
             raise CheckpointError(f"{next(iter(remaining))} and {len(remaining) - 1} other weights were not given")
+        for writer in writers.values():
+            writer.commit()
     except BaseException:
         for writer in writers.values():
             writer.abort()
         raise
-    for writer in writers.values():
-        writer.commit()

@@ -1,6 +1,10 @@
 """The commands as a user runs them: make-tiny, check, convert, and a conversion that is killed and resumed."""
 
+import errno
+import itertools
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -103,6 +107,39 @@ def test_problems_are_lines_and_an_exit_code(source: Path, tmp_path: Path) -> No
         for command in (["check", broken], ["convert", broken, tmp_path / "out"]):
             result = dsv4(*command)
             assert result.exit_code == 1 and result.output.startswith("error: ")
+
+
+def test_a_checkpoint_without_its_tokenizer_is_not_whole(source: Path, tmp_path: Path) -> None:
+    shutil.copytree(source, tmp_path / "bare")
+    file = tmp_path / "bare" / "tokenizer.json"
+    file.unlink()
+    result = dsv4("check", tmp_path / "bare", "--no-values")
+    assert result.exit_code == 1 and result.output.endswith(": 1 problems\n")
+    assert f"{file}: expected a tokenizer, found no such file; copy it from the checkpoint" in result.output
+    file.write_text("{}")
+    result = dsv4("check", tmp_path / "bare", "--no-values")
+    assert result.exit_code == 1 and f"{file}: not a tokenizer that can be read" in result.output
+
+
+@pytest.mark.parametrize(("call", "times"), [("pwrite", 0), ("pwrite", 40), ("fsync", 0), ("fsync", 1), ("fsync", 12)])
+def test_a_full_disk_is_told_with_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, times: int
+) -> None:
+    """The kernel's error names no path where a file is open already. No part of a file is left, so a second try may begin."""
+    calls, really = itertools.count(), getattr(os, call)
+
+    def fail(*args: object) -> object:
+        if next(calls) >= times:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return really(*args)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        result = dsv4("make-tiny", out, *SMALL)
+    assert result.exit_code == 1
+    assert re.fullmatch(rf"error: {re.escape(str(out))}(/[a-z][\w.-]+)?: No space left on device\n", result.output)
+    assert not list(out.glob(".*"))
 
 
 HALTING_CONVERSION = """
