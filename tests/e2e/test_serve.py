@@ -1,11 +1,11 @@
 """`dsv4 serve` as a process: ready, answers the openai client and curl, profiles, drains, exits 0."""
 
+import contextlib
 import json
+import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,34 +13,39 @@ import httpx
 import openai
 import pytest
 
+from tests.e2e.conftest import wait_until
+
 K7 = '{"method":"dspark","num_speculative_tokens":7}'
 
 
 @pytest.fixture(scope="module")
 def server(tiny_w8a8: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
     traces = tmp_path_factory.mktemp("traces")
+    log_file = tmp_path_factory.mktemp("log") / "stderr"
     command = [
         str(Path(sys.executable).parent / "dsv4"), "serve", "--model", str(tiny_w8a8), "--served-model-name", "tiny",
-        "--speculative-config", K7, "--port", str(port), "--threads", "1", "--max-num-seqs", "4",
+        "--speculative-config", K7, "--port", "0", "--threads", "1", "--max-num-seqs", "4",
         "--profile", "--profile-output", str(traces),
     ]  # fmt: skip
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-    url = f"http://127.0.0.1:{port}"
+    with log_file.open("w") as stderr:
+        process = subprocess.Popen(command, stderr=stderr)
+
+    def address() -> str | None:
+        """What the banner says, once the server answers there."""
+        assert process.poll() is None, log_file.read_text()
+        found = re.search(r"listening  (http://127\.0\.0\.1:\d+)/v1", log_file.read_text())
+        with contextlib.suppress(httpx.TransportError):
+            if found and httpx.get(f"{found[1]}/health", timeout=60).status_code == 200:
+                return found[1]
+        return None
+
     try:
-        for _ in range(600):
-            assert process.poll() is None, process.stderr.read()
-            try:
-                if httpx.get(f"{url}/health").status_code == 200:
-                    break
-            except httpx.TransportError:
-                time.sleep(0.1)
-        yield url
+        assert wait_until(address, 300)
+        yield address()
     finally:
         process.send_signal(signal.SIGTERM)
-        _, log = process.communicate(timeout=60)
+        process.wait(timeout=120)
+    log = log_file.read_text()
     assert process.returncode == 0, log
     assert "DSpark speculation progress" in log and "programs" in log and "Traceback" not in log
 
