@@ -1,6 +1,6 @@
-"""Converters that torchair lacks: matrix products of bf16 with a float32 result (`aten.mm` and `aten.bmm` with a dtype).
+"""Converters that torchair lacks: matrix products of bf16 with a float32 result (`aten.mm` and `aten.bmm` with a dtype), softplus.
 
-The eager kernels exist in torch_npu, and the cube unit accumulates in float32; torchair only has no rule for the overload.
+The eager kernels exist in torch_npu, and the cube unit accumulates in float32; torchair only has no rule for the overloads.
 Unverified without a device: that the graph engine picks the float32-output form of the kernel from the result's type.
 """
 
@@ -25,3 +25,9 @@ def mm(self, mat2, out_dtype, meta_outputs=None):
 def bmm(self, mat2, out_dtype, meta_outputs=None):
     """aten::bmm.dtype(Tensor self, Tensor mat2, ScalarType out_dtype) -> Tensor"""
     return _float32(ge.BatchMatMul(self, mat2), out_dtype)
+
+
+@register_fx_node_ge_converter(torch.ops.aten.softplus.default)
+def softplus(self, beta=1, threshold=20, meta_outputs=None):
+    """aten::softplus(Tensor self, Scalar beta=1, Scalar threshold=20) -> Tensor"""
+    return ge.SoftplusV2(self, beta=float(beta), threshold=float(threshold))

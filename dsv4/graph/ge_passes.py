@@ -9,7 +9,7 @@ import contextlib
 import functools
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ def simplify_fx(gm: GraphModule) -> None:
     for node in gm.graph.find_nodes(op="call_function", target=marker):
         node.replace_all_uses_with(node.args[0])
     drop_round_trips(gm)
+    drop_whole_splits(gm)
     merge_views(gm)
     gm.graph = fx_graph_cse(gm.graph)
     gm.graph.eliminate_dead_code()
@@ -77,6 +78,24 @@ def drop_round_trips(gm: GraphModule) -> None:
     gm.graph.eliminate_dead_code()
 
 
+def drop_whole_splits(gm: GraphModule) -> None:
+    """A part of a split that is all of it (the other parts are empty) is what was split."""
+    for node in gm.graph.find_nodes(op="call_function", target=aten.split_with_sizes.default):
+        for part in list(node.users):
+            if part.meta["val"].shape == node.args[0].meta["val"].shape:
+                part.replace_all_uses_with(node.args[0])
+    gm.graph.eliminate_dead_code()
+
+
+def _viewable(x: Tensor, shape: Sequence[int]) -> bool:
+    """Whether x can be seen in this shape without a copy."""
+    try:
+        x.view(shape)
+    except RuntimeError:
+        return False
+    return True
+
+
 def merge_views(gm: GraphModule) -> None:
     """A chain of reshapes becomes one view of its root, or nothing."""
     for node in list(gm.graph.nodes):
@@ -86,7 +105,7 @@ def merge_views(gm: GraphModule) -> None:
         while isinstance(root, Node) and root.target in _VIEWS:
             root = root.args[0]
         value: Tensor = node.meta["val"]
-        if not root.meta["val"].is_contiguous():
+        if not _viewable(root.meta["val"], value.shape):
             continue
         if root.meta["val"].shape == value.shape:
             node.replace_all_uses_with(root)
@@ -103,6 +122,8 @@ def merge_views(gm: GraphModule) -> None:
 _PRODUCTS = ("MatMul", "MatMulV2", "BatchMatMul", "BatchMatMulV2")
 _SAME_TYPE = {"Add", "Sub", "Mul", "RealDiv", "Reshape", "Unsqueeze", "Squeeze", "Neg", "Exp", "Sigmoid", "ConcatV2",
               "SoftmaxV2", "ReduceSum", "GatherV2", "SplitV", "StridedSliceV2", "SelectV2"}  # fmt: skip
+_INT32, _INT64 = 7, 8  # in the graph's own numbering
+_TAKES_INDICES = {"GatherElements", "ScatterElements"}
 _UNIQUE = ("Data", "RefData", "NetOutput", "Scatter", "Assign", "TensorMove", "Hcom", "MoeDistribute", "Identity")
 
 
@@ -110,6 +131,7 @@ def simplify_ge(graph: Any) -> None:
     """Passes over a GraphDef, in place."""
     absorb_transposes(graph)
     bypass(graph, idle_casts(graph))
+    narrow_indices(graph)
     bypass(graph, idle_identities(graph))
     merge_equal(graph)
     drop_unused(graph)
@@ -138,10 +160,9 @@ def _controlled(graph: Any) -> set[str]:
     return {end for op in graph.op for name in op.input if name.endswith(":-1") for end in (op.name, _stem(name))}
 
 
-def idle_casts(graph: Any) -> list[Any]:
-    """Casts to the type their input already has."""
+def _types(graph: Any) -> Callable[[str], int | None]:
+    """The type of a "node:port" result, None if it is not written down."""
     by_name = {op.name: op for op in graph.op}
-    kept = _controlled(graph)
 
     @functools.cache
     def dtype(name: str) -> int | None:
@@ -150,21 +171,47 @@ def idle_casts(graph: Any) -> list[Any]:
             return dtype(op.input[1])
         if op.type in _SAME_TYPE:
             return dtype(op.input[0])
+        if op.type == "TopKV2" and port == 1:
+            return _INT32  # torchair leaves it unsaid
         return op.output_desc[port].dtype if port < len(op.output_desc) else None
 
-    idle = []
+    return dtype
+
+
+def idle_casts(graph: Any) -> list[Any]:
+    """Casts to the type their input already has."""
+    dtype, kept = _types(graph), _controlled(graph)
+    casts = (op for op in graph.op if op.type == "Cast" and op.name not in kept)
+    return [op for op in casts if dtype(op.input[0]) == op.output_desc[0].dtype]
+
+
+def narrow_indices(graph: Any) -> None:
+    """Casts from int32 to int64 that only ATen asks for: before nodes that take indices of either type, and back."""
+    dtype, kept = _types(graph), _controlled(graph)
+    wide = {
+        f"{op.name}:0": op.input[0]
+        for op in graph.op
+        if op.type == "Cast"
+        and op.name not in kept
+        and (dtype(op.input[0]), op.output_desc[0].dtype) == (_INT32, _INT64)
+    }
     for op in graph.op:
-        if op.type == "Cast" and op.name not in kept and dtype(op.input[0]) == op.output_desc[0].dtype:
-            idle.append(op)
-    return idle
+        if op.type in _TAKES_INDICES and op.input[1] in wide:
+            op.input[1] = wide[op.input[1]]
+    bypassed = [
+        op for op in graph.op
+        if op.type == "Cast" and op.name not in kept and op.output_desc[0].dtype == _INT32 and op.input[0] in wide
+    ]  # fmt: skip
+    _redirect(graph, {f"{op.name}:0": wide[op.input[0]] for op in bypassed})
 
 
 def idle_identities(graph: Any) -> list[Any]:
-    """Copies of values that nothing writes: everything but inputs and what in-place updates return."""
+    """Copies of values that nothing writes: everything but inputs and what in-place updates return. Waiting for a collective
+    is one: its readers already come after it."""
     by_name = {op.name: op for op in graph.op}
     kept = _controlled(graph)
     results = {_stem(name) for op in graph.op if op.type == "NetOutput" for name in op.input}
-    written = ("Data", "RefData", "Scatter", "Assign", "Hcom")
+    written = ("Data", "RefData", "Scatter", "Assign")
     return [
         op
         for op in graph.op

@@ -121,9 +121,10 @@ def hadamard(d: int, like: Tensor) -> Tensor:
 def hadamard_quantise(x: Tensor) -> tuple[Tensor, Tensor]:
     """See `plain.hadamard_quantise`."""
     d = x.shape[-1]
-    x = x.bfloat16()
-    turned = product(x.flatten(0, 1), hadamard(d, x)).view(x.shape) * d**-0.5
-    return torch.ops.npu.npu_dynamic_quant(turned.bfloat16())
+    rows = x.bfloat16().view(-1, d)
+    turned = product(rows, hadamard(d, rows)) * d**-0.5
+    q, scale = torch.ops.npu.npu_dynamic_quant(turned.bfloat16())
+    return q.view(x.shape), scale.view(x.shape[:-1])
 
 
 def argmax(logits: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def _tile(
     if entries is not None:
         parts.append((rows_of(entries, entry_rows), entry_bias))
     scores = [_scores(q, keys, bias, scale) for keys, bias in parts]
-    sink = sink.view(1, -1, 1).expand(q.shape[0], -1, 1)
+    sink = sink.view(-1, 1).expand(q.shape[0], -1, 1)
     weights = torch.cat([*scores, sink], 2).softmax(2).to(q.dtype)
     *weights, _ = weights.split([keys.shape[1] for keys, _ in parts] + [1], 2)
     return functools.reduce(torch.add, (_values(w, keys) for w, (keys, _) in zip(weights, parts, strict=True)))
@@ -128,6 +128,12 @@ def _entry_rows(history: Tensor) -> Tensor:
     """[R, 32 P]: pool rows of all entries a row's pages hold, in order."""
     within = torch.arange(ENTRIES_PER_PAGE, dtype=torch.int32, device=history.device)
     return (history.unsqueeze(-1) * ENTRIES_PER_PAGE + within).flatten(1)
+
+
+def _moves(history: Tensor) -> Tensor:
+    """[R, 1 + P]: what turns an entry's number into its pool row, by its page; in front a page that moves -1 nowhere."""
+    pages = torch.arange(history.shape[1], dtype=torch.int32, device=history.device)
+    return F.pad((history - pages) * ENTRIES_PER_PAGE, (1, 0))
 
 
 def _fused(q, q_scale, weights, keys, key_scale, history, visible, topk: int) -> Tensor:
@@ -184,8 +190,7 @@ def index_topk(
     fits = q_scale is not None and dim == INDEXER_DIM and heads <= INDEXER_HEADS and topk <= INDEXER_TOPK
     if fits:
         best = _fused(q, q_scale, weights * scale, keys, key_scale, history, visible, topk)
-        page = torch.div(best.clamp(min=0), ENTRIES_PER_PAGE, rounding_mode="floor")
-        pages = torch.gather(_repeat(history, tokens // history.shape[0]), 1, page.long())
-        return torch.where(best >= 0, pages * ENTRIES_PER_PAGE + best % ENTRIES_PER_PAGE, -1)
+        page = torch.div(best + ENTRIES_PER_PAGE, ENTRIES_PER_PAGE, rounding_mode="floor")  # 0 for -1
+        return best + torch.gather(_repeat(_moves(history), tokens // history.shape[0]), 1, page.long())
     best = _composed(q, q_scale, weights * scale, keys, key_scale, rows, visible, topk)
     return torch.where(best < visible.unsqueeze(1), torch.gather(per_query, 1, best.long()), -1)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from dsv4.ops.npu_params import ExpertStack, Packed
 
@@ -18,9 +19,8 @@ GROUPED = {"split_item": 2, "group_type": 0, "group_list_type": 1}  # one output
 
 
 def _affinity(x: Tensor, gate: Packed) -> Tensor:
-    """sqrt(softplus(x gate^T)); softplus has no converter."""
-    z = x @ gate.values
-    return torch.sqrt(torch.relu(z) + torch.log1p(torch.exp(-z.abs())))
+    """sqrt(softplus(x gate^T))."""
+    return torch.sqrt(F.softplus(x @ gate.values))
 
 
 def _weigh(scores: Tensor, ids: Tensor, positions: Tensor, scale: float) -> tuple[Tensor, Tensor]:
@@ -91,7 +91,8 @@ def moe(x: Tensor, ids: Tensor, weights: Tensor, w13: ExpertStack, w2: ExpertSta
 def exchanging_moe(group: str, ranks: int, rank: int) -> Callable[..., Tensor]:
     """`moe` for one rank of an EP group: its own rows in and out, whoever holds their experts.
 
-    `group` is the communicator's name (HCCL's on a device). Every rank calls it with the same number of rows.
+    `group` is the communicator's name (HCCL's on a device). Every rank calls it with the same number of rows. The result is
+    bf16: it is rounded so anyway, and half as many bytes are gathered within TP.
     """
 
     def block(x: Tensor, ids: Tensor, weights: Tensor, w13: ExpertStack, w2: ExpertStack, limit: float) -> Tensor:
@@ -113,6 +114,6 @@ def exchanging_moe(group: str, ranks: int, rank: int) -> Callable[..., Tensor]:
         parts = zip(*(t.chunk(count) if count > 1 else (t,) for t in (rounded, ids, weights)), strict=True)
         y = [block(*part, w13, w2, limit) for part in parts]
         routed = torch.cat(y) if count > 1 else y[0]
-        return (routed + shared(rounded, w13, w2, limit)).float()
+        return routed + shared(rounded, w13, w2, limit)
 
     return exchange

@@ -88,7 +88,8 @@ def _per_channel(scale: Tensor, streams: int) -> Tensor:
 _MATRICES = {"w_in", "wq_b", "wo_a", "gate", "head", "main_proj", "markov_w2", "confidence"}
 
 
-_NORMS = {"attn_norm", "ffn_norm", "q_norm", "kv_norm", "main_norm", "norm"}  # applied in float32
+# Applied in float32. `attn_norm` is not: its result goes into a product of its own dtype.
+_NORMS = {"ffn_norm", "q_norm", "kv_norm", "main_norm", "norm"}
 
 
 def _prepare(node):
@@ -110,6 +111,7 @@ def _prepare(node):
     changed = {name: getattr(node, name).float() for name in _NORMS & {field.name for field in fields(node)}}
     if isinstance(node, WindowAttention):
         changed["wo_b"] = _by_group(node.wo_b, node.wo_a.shape[0])
+        changed["sink"] = node.sink.unsqueeze(1)  # [H, 1], as attention repeats it per token
     for field in fields(node):
         if field.name in changed:
             continue
