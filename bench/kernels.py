@@ -16,6 +16,7 @@ from torch.nn import functional as F
 
 from dsv4.ops.cpu import KERNELS, cpu_ops, library
 from dsv4.ops.cpu_call import encode
+from dsv4.ops.cpu_params import Panels
 from dsv4.ops.table import PLAIN
 from dsv4.tree import QuantWeight
 
@@ -112,9 +113,9 @@ def tokens(rows: int) -> Iterator[Case]:
 
 def packed(op: str, args: tuple) -> Callable[[], object]:
     """The kernel call that `op` makes, packed once; what it writes is kept."""
-    form = {QuantWeight: lambda w: (w.values, w.scale)}
+    form = {QuantWeight: lambda w: (w.values, w.scale), Panels: lambda w: (w.values,)}
     flat = tuple(x for arg in args for x in form.get(type(arg), lambda v: (v,))(arg))
-    int8 = len(flat) > len(args)
+    int8 = any(isinstance(arg, QuantWeight) for arg in args)
     kernel = KERNELS[getattr(torch.ops.dsv4, f"{op}_int8" if int8 else op).default]
     flat += (1,) if int8 and op == "linear" else ()
     outs = kernel.allocate(flat)

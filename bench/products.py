@@ -15,7 +15,8 @@ from dsv4.graph.nodes import op_name
 from dsv4.graph.tape import ARENA, FIRST_INPUT, Entry
 from dsv4.ops.cpu import KERNELS, library
 from dsv4.ops.cpu_call import encode
-from dsv4.tree import named_leaves
+from dsv4.ops.cpu_params import Panels, unpack
+from dsv4.tree import QuantWeight, named_leaves
 from serving.worker import Worker
 
 Run = Callable[[], object]
@@ -46,33 +47,42 @@ def _routes(tokens: int, top: int, experts: int) -> Tensor:
     return torch.stack([torch.randperm(experts)[:top] for _ in range(tokens)]).to(torch.int32)
 
 
+def _plain(w: Tensor, dims: int, scale: Tensor | None = None) -> Tensor:
+    """A matrix, or a stack of them, in plain rows of float32."""
+    w = w if w.dim() == dims else _values(unpack(Panels(values=w, scale=scale)))
+    return w.float() if scale is None else w.float() * scale.unsqueeze(-1)
+
+
+def _values(w: Tensor | QuantWeight) -> Tensor:
+    return w.values if isinstance(w, QuantWeight) else w
+
+
 def _linear(x: Tensor, w: Tensor, *_: Tensor) -> tuple[list[Run], list[Call]]:
-    wide = w.float()
+    wide = _plain(w, 2)
     return [lambda: F.linear(x, wide)], [(OPS.linear.default, (x, w))]
 
 
 def _int8(x: Tensor, values: Tensor, scale: Tensor) -> tuple[list[Run], list[Call]]:
-    w = values.float() * scale.unsqueeze(-1)
+    w = _plain(values, 2, scale)
     return [lambda: F.linear(x, w)], [(OPS.linear_int8.default, (x, values, scale, 1))]
 
 
 def _grouped(x: Tensor, w: Tensor) -> tuple[list[Run], list[Call]]:
-    parts = [(x[:, g], m.float()) for g, m in enumerate(w)]
+    parts = [(x[:, g], m) for g, m in enumerate(_plain(w, 3))]
     return [lambda: [F.linear(a, m) for a, m in parts]], [(OPS.grouped_linear.default, (x, w))]
 
 
 def _moe(x: Tensor, ids: Tensor, weights: Tensor, *experts: Tensor) -> tuple[list[Run], list[Call]]:
     w13, w2 = (experts[0], experts[2]) if len(experts) == 4 else experts
-    scales = (experts[1], experts[3]) if len(experts) == 4 else None
+    scales = (experts[1], experts[3]) if len(experts) == 4 else (None, None)
     count = len(w13)
     ids, weights = _routes(*ids.shape, count - 1), torch.rand(ids.shape)
-    if scales:
-        wide = [w.float() * s.unsqueeze(-1) for w, s in zip((w13, w2), scales, strict=True)]
-    else:
-        wide = [w13.float(), w2.float()]
+    wide = [_plain(w, 3, s) for w, s in zip((w13, w2), scales, strict=True)]
     tokens = [(ids == e).any(1).nonzero().squeeze(1) for e in range(count - 1)] + [torch.arange(len(x))]
-    parts = [(wide[0][e], wide[1][e], x[t], torch.randn(len(t), w2.shape[2])) for e, t in enumerate(tokens) if len(t)]
-    op = OPS.moe_int8.default if scales else OPS.moe.default
+    parts = [
+        (wide[0][e], wide[1][e], x[t], torch.randn(len(t), wide[1].shape[2])) for e, t in enumerate(tokens) if len(t)
+    ]
+    op = OPS.moe_int8.default if len(experts) == 4 else OPS.moe.default
     return (
         [lambda: [(F.linear(a, up), F.linear(h, down)) for up, down, a, h in parts]],
         [(op, (x, ids, weights, *experts, 10.0, 0))],

@@ -36,6 +36,11 @@ class QuantWeight:
         return self.values.shape
 
 
+def is_int8(w: object) -> bool:
+    """Whether a matrix, in any layout, has int8 values and scales."""
+    return getattr(w, "scale", None) is not None
+
+
 def map_leaves(fn: Callable[[Tensor], Tensor], *trees: T) -> T:
     """Applies `fn` to matching leaves; `None` fields stay `None`."""
     return pytree.tree_map(lambda *xs: None if xs[0] is None else fn(*xs), *trees)

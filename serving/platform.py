@@ -12,8 +12,9 @@ from dsv4.errors import ConfigError, PlatformError
 from dsv4.graph.npu_run import why_no_npu
 from dsv4.graph.targets import targets
 from dsv4.mesh import Mesh
+from dsv4.ops import cpu_params
 from dsv4.ops.capturable import CAPTURABLE
-from dsv4.ops.cpu import default_ops
+from dsv4.ops.cpu import CPU, default_ops
 from dsv4.ops.table import OpSet
 from dsv4.params import Params
 from dsv4.tree import map_leaves
@@ -46,9 +47,10 @@ class Platform:
         return lambda shape: table
 
     def place(self, params: Params, index: int) -> Params:
-        """Loaded parameters where and how the operators want them: on NPUs moved, packed, and int8 matrices cast to NZ."""
+        """Loaded parameters where and how the operators want them: in panels for CPU kernels; on NPUs moved, packed, and int8
+        matrices cast to NZ."""
         if self.name == "cpu":
-            return params
+            return cpu_params.prepare(params) if self.target == CPU.name else params
         from dsv4.ops.npu_params import prepare, to_fractal
 
         return to_fractal(prepare(map_leaves(lambda x: x.to(self.device(index)), params)))

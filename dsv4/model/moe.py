@@ -5,6 +5,7 @@ routes it, and gets it back whole from wherever its experts are; the share of ev
 """
 
 import functools
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from dsv4.mesh import Mesh
 from dsv4.model.context import Env
 from dsv4.ops.collectives import all_gather, reduce_scatter
 from dsv4.params import Experts, HashRouter, LearnedRouter, Matrix
-from dsv4.tree import QuantWeight
+from dsv4.tree import is_int8, map_leaves
 
 
 def route(
@@ -74,7 +75,7 @@ def gathered_moe(
     routes = reduce_scatter(routes.view(-1, k, x.shape[1]), mesh.ep_group)  # one rank's summand is not zero
     shared = ops.moe(x, ids, weights, _last(w13), _last(w2), limit, first)
     y = functools.reduce(torch.add, routes.unbind(1)) + shared
-    return y.bfloat16().float() if isinstance(w2, QuantWeight) else y
+    return y.bfloat16().float() if is_int8(w2) else y
 
 
 def _gather_routes(x: Tensor, ids: Tensor, weights: Tensor, group: str) -> tuple[Tensor, Tensor, Tensor]:
@@ -87,7 +88,7 @@ def _gather_routes(x: Tensor, ids: Tensor, weights: Tensor, group: str) -> tuple
 
 def _last(w: Matrix) -> Matrix:
     """The stack of the shared expert alone."""
-    return QuantWeight(values=w.values[-1:], scale=w.scale[-1:]) if isinstance(w, QuantWeight) else w[-1:]
+    return map_leaves(lambda x: x[-1:], w)
 
 
 def _silent_last(w2: Matrix) -> Matrix:
@@ -96,4 +97,4 @@ def _silent_last(w2: Matrix) -> Matrix:
     def silence(x: Tensor) -> Tensor:
         return torch.cat([x[:-1], torch.zeros_like(x[-1:])])
 
-    return QuantWeight(values=w2.values, scale=silence(w2.scale)) if isinstance(w2, QuantWeight) else silence(w2)
+    return replace(w2, scale=silence(w2.scale)) if is_int8(w2) else map_leaves(silence, w2)

@@ -6,6 +6,7 @@ kernels are built when one first runs, or its address is asked for.
 
 import logging
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from dsv4.ops import cpu_maths, cpu_state  # noqa: F401  (importing them registe
 from dsv4.ops.capturable import CAPTURABLE
 from dsv4.ops.cpu_build import library
 from dsv4.ops.cpu_call import CALL_DTYPE, KERNELS, Kernel, Launch
+from dsv4.ops.cpu_params import Panels
 from dsv4.ops.table import OpSet, op_names
 from dsv4.tree import QuantWeight
 
@@ -23,27 +25,55 @@ __all__ = ["CALL_DTYPE", "CPU", "KERNELS", "Kernel", "Launch", "cpu_ops", "defau
 # ---- the table ------------------------------------------------------------------------------------------------------------
 
 
-def linear(x: Tensor, w: Tensor | QuantWeight, groups: int = 1) -> Tensor:
+Weight = Tensor | QuantWeight | Panels
+
+
+def _parts(w: Weight) -> tuple[Tensor, Tensor | None]:
+    return (w, None) if isinstance(w, Tensor) else (w.values, w.scale)
+
+
+def linear(x: Tensor, w: Weight, groups: int = 1) -> Tensor:
     """`plain.linear`."""
-    if isinstance(w, QuantWeight):
-        return torch.ops.dsv4.linear_int8.default(x, w.values, w.scale, groups)
-    return torch.ops.dsv4.linear.default(x, w)
+    values, scale = _parts(w)
+    if scale is not None:
+        return torch.ops.dsv4.linear_int8.default(x, values, scale, groups)
+    return torch.ops.dsv4.linear.default(x, values)
+
+
+def grouped_linear(x: Tensor, w: Weight) -> Tensor:
+    """`plain.grouped_linear`."""
+    return torch.ops.dsv4.grouped_linear.default(x, _parts(w)[0])
+
+
+def route(x: Tensor, gate: Weight, *rest: Any) -> tuple[Tensor, Tensor]:
+    """`plain.route`."""
+    return torch.ops.dsv4.route.default(x, _parts(gate)[0], *rest)
+
+
+def route_hash(x: Tensor, gate: Weight, *rest: Any) -> tuple[Tensor, Tensor]:
+    """`plain.route_hash`."""
+    return torch.ops.dsv4.route_hash.default(x, _parts(gate)[0], *rest)
+
+
+def markov(base: Tensor, w1: Tensor, w2: Weight, anchor: Tensor) -> Tensor:
+    """`plain.markov`."""
+    return torch.ops.dsv4.markov.default(base, w1, _parts(w2)[0], anchor)
 
 
 def moe(
     x: Tensor,
     ids: Tensor,
     weights: Tensor,
-    w13: Tensor | QuantWeight,
-    w2: Tensor | QuantWeight,
+    w13: Weight,
+    w2: Weight,
     limit: float,
     first: int,
 ) -> Tensor:
     """`plain.moe`."""
-    if isinstance(w13, QuantWeight):
-        packed = (w13.values, w13.scale, w2.values, w2.scale)
-        return torch.ops.dsv4.moe_int8.default(x, ids, weights, *packed, limit, first)
-    return torch.ops.dsv4.moe.default(x, ids, weights, w13, w2, limit, first)
+    (up, s13), (down, s2) = _parts(w13), _parts(w2)
+    if s13 is not None:
+        return torch.ops.dsv4.moe_int8.default(x, ids, weights, up, s13, down, s2, limit, first)
+    return torch.ops.dsv4.moe.default(x, ids, weights, up, down, limit, first)
 
 
 def scatter(pool: Tensor, slots: Tensor, rows: Tensor) -> Tensor:
@@ -58,7 +88,7 @@ def write_state(pool: Tensor, slots: Tensor, rows: Tensor, ape: Tensor, position
     return pool
 
 
-_WRAPPED = {"linear": linear, "moe": moe, "scatter": scatter, "write_state": write_state}
+_WRAPPED = {fn.__name__: fn for fn in (linear, grouped_linear, route, route_hash, moe, markov, scatter, write_state)}
 CPU = OpSet(name="cpu", **{op: _WRAPPED.get(op) or getattr(torch.ops.dsv4, op).default for op in op_names()})
 
 

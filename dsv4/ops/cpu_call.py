@@ -142,6 +142,20 @@ def strides(x: Tensor, dims: int) -> tuple[int, ...]:
     return tuple(x.stride()[:dims])
 
 
+def width(w: Tensor, lead: int = 0) -> int:
+    """Rows of a matrix (of each, behind `lead` dimensions), plain or in the panels of `cpu_params`."""
+    return w.shape[lead] if w.dim() == lead + 2 else w.shape[lead] * w.shape[-2]
+
+
+def matrix(w: Tensor, *shape: int) -> tuple[Tensor, int, int]:
+    """A matrix of this plain shape [..., out, in]: the tensor, from a row or panel to the next, and whether it has panels."""
+    *lead, rows, channels = shape
+    if w.dim() == len(shape):
+        return shaped(w, *shape), strides(w, len(shape) - 1)[-1], 0
+    together = 4 // w.itemsize
+    return shaped(w, *lead, rows // 16, channels // together, 16, together), strides(w, len(lead) + 1)[-1], 1
+
+
 def trailing(x: Tensor) -> int:
     """Elements of one row of `x`."""
     return math.prod(x.shape[1:])

@@ -64,7 +64,7 @@ struct bf16 {
 #define FLAT __attribute__((always_inline))
 #define INLINE inline FLAT
 
-INLINE vec splat(float x) { return vec{} + x; }
+INLINE vec splat(float x) { return x - vec{}; }  // x + 0 would be an addition: it turns -0 into 0
 
 INLINE vec fma(vec a, vec b, vec c) {
 #if defined(__AVX512F__)
@@ -150,6 +150,13 @@ template <class F> INLINE void each(i64 count, const F& f) {
     for (i64 i = 0; i < count; i += LANES) f(i, std::min<i64>(LANES, count - i));
 }
 
+template <class To, class From> INLINE void copy_row(To* to, const From* from, i64 k) {
+    if constexpr (std::is_same_v<To, From>)
+        memcpy(to, from, k * sizeof(To));
+    else
+        each(k, [&](i64 i, i64 m) { store(to + i, load(from + i, m), m); });
+}
+
 INLINE float fold(vec v) {
     for (int half = LANES / 2; half; half /= 2)
         for (int j = 0; j < half; ++j) v[j] += v[j + half];
@@ -215,7 +222,7 @@ INLINE vec log1p(vec x) {
 
 // ---- threads and scratch ------------------------------------------------------------------------------------------------
 
-constexpr double FORK_COST = 20000;  // vector operations that pay for one more thread
+constexpr double FORK_COST = 2000;  // vector operations that pay for one more thread
 
 INLINE void relax() {
 #if defined(__x86_64__)
@@ -437,7 +444,7 @@ template <int R, class W> INLINE vec tile(Rows<W> x, i64 rows, const W* const* w
     const W* ws[C];
     for (int r = 0; r < R; ++r) xs[r] = x.at[std::min<i64>(r, rows - 1)];
     for (int c = 0; c < C; ++c) ws[c] = w[std::min<i64>(c, cols - 1)];
-    vec total[LANES];
+    vec total[PARTS][LANES];
     for (int p = 0; p < PARTS; ++p) {
         vec acc[LANES] = {};
         i64 i = p * LANES;
@@ -453,9 +460,12 @@ template <int R, class W> INLINE vec tile(Rows<W> x, i64 rows, const W* const* w
             for (int r = 0; r < R; ++r)
                 for (int c = 0; c < C; ++c)
                     acc[r * C + c] = fma(load(xs[r] + i, k - i), load(ws[c] + i, k - i), acc[r * C + c]);
-        for (int j = 0; j < LANES; ++j) total[j] = p ? total[j] + acc[j] : acc[j];
+        for (int j = 0; j < LANES; ++j) total[p][j] = acc[j];
     }
-    return fold_all(total);
+    for (int step = PARTS / 2; step; step /= 2)
+        for (int p = 0; p < step; ++p)
+            for (int j = 0; j < LANES; ++j) total[p][j] += total[p + step][j];
+    return fold_all(total[0]);
 }
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
@@ -499,6 +509,55 @@ INLINE bytes load_bytes(const int8_t* p, i64 n) {
     return load_bytes(buffer);
 }
 INLINE bytes as_weight(bytes w) { return w; }
+#endif
+
+// Four channels of the 16 weights of a panel, and their products with four channels of a row: QUADS sums, which `gather_quads`
+// turns into one for each weight.
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+constexpr int QUADS = 1;
+INLINE void load_quads(const int8_t* w, bytes* out) { out[0] = as_weight(load_bytes(w)); }
+INLINE bytes spread(i32 four) { return _mm512_set1_epi32(four); }
+INLINE void gather_quads(const ivec* acc, ivec* out) { out[0] = acc[0]; }
+#elif defined(__AVX512BW__)
+constexpr int QUADS = 2;
+INLINE bytes spread(i32 four) { return _mm512_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(four))); }
+INLINE void gather_quads(const ivec* acc, ivec* out) {
+    const __m512i even = _mm512_setr_epi32(0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+    __m512i a = (__m512i)acc[0], b = (__m512i)acc[1];
+    out[0] = (ivec)_mm512_permutex2var_epi32(a, even, b) +
+             (ivec)_mm512_permutex2var_epi32(a, _mm512_add_epi32(even, _mm512_set1_epi32(1)), b);
+}
+#elif defined(__AVX2__)
+constexpr int QUADS = 4;
+INLINE bytes spread(i32 four) { return _mm256_broadcastq_epi64(_mm_cvtepi8_epi16(_mm_cvtsi32_si128(four))); }
+INLINE void gather_quads(const ivec* acc, ivec* out) {
+    for (int p = 0; p < PARTS; ++p) {
+        __m256i pairs = _mm256_hadd_epi32((__m256i)acc[2 * p], (__m256i)acc[2 * p + 1]);
+        out[p] = (ivec)_mm256_permute4x64_epi64(pairs, 0xd8);
+    }
+}
+#else
+constexpr int QUADS = 16;  // one weight each: its four products are added up at the end
+INLINE void load_quads(const int8_t* w, bytes* out) {
+    for (int j = 0; j < QUADS; ++j) out[j] = load_bytes(w + j * STEP);
+}
+INLINE bytes spread(i32 four) {
+    int8_t x[4];
+    memcpy(x, &four, 4);
+    return bytes{x[0], x[1], x[2], x[3]};
+}
+INLINE void gather_quads(const ivec* acc, ivec* out) {
+    for (int p = 0; p < PARTS; ++p)
+        for (int j = 0; j < LANES; ++j) {
+            ivec four = acc[p * LANES + j];
+            out[p][j] = four[0] + four[1] + four[2] + four[3];
+        }
+}
+#endif
+#if defined(__AVX2__) && !(defined(__AVX512VNNI__) && defined(__AVX512BW__))
+INLINE void load_quads(const int8_t* w, bytes* out) {
+    for (int j = 0; j < QUADS; ++j) out[j] = load_bytes(w + j * STEP);
+}
 #endif
 
 // The same for int8: exact sums, times the factor of the row.
@@ -579,6 +638,140 @@ template <> void dots(Rows<bf16> x, i64 n, const bf16* const* w, i64 cols, i64 k
     }
 }
 
+// A matrix [width, k]: rows at stride ld, or panels of 16 rows (`cpu_params.py`) at stride ld.
+template <class W> struct Matrix {
+    const W* data;
+    i64 ld;
+    bool panels;
+    const W* panel(i64 row) const { return data + row / PANEL * ld; }
+    // Its channels from the k-th on, of int8 panels only.
+    Matrix channels(i64 k) const { return {data + (panels ? k * PANEL : k), ld, panels}; }
+};
+
+// Channels k and k + 8 of 16 weights, LANES of them from lane `v` on. bf16 has both in one word.
+INLINE void load_pair(const float* w, i64 v, vec* pair) { pair[0] = load(w + v), pair[1] = load(w + PANEL + v); }
+INLINE void load_pair(const bf16* w, i64 v, vec* pair) {
+    uvec both;
+    memcpy(&both, w + 2 * v, sizeof both);
+    pair[0] = (vec)(both << 16), pair[1] = (vec)(both & 0xffff0000u);
+}
+
+// out[r][p]: x[r] . the 16 weights of panel p. A panel holds all channels = k (mod 8), in pairs, for one k after the other; the
+// sums of each k are kept apart, G of them in registers at a time, and added up as `fold` does.
+template <int R, int P, int G, class W>
+INLINE void panel_tile(Rows<W> x, i64 rows, const W* w, i64 ld, i64 k, vec (*out)[P][PARTS]) {
+    const float* xs[R];
+    for (int r = 0; r < R; ++r) xs[r] = x.at[std::min<i64>(r, rows - 1)];
+    vec half[8][R][P][PARTS];
+    for (int g = 0; g < 8; g += G) {
+        vec acc[G][2][R][P][PARTS] = {};
+        for (i64 i = 0; i < k; i += 16)
+            for (int a = 0; a < G; ++a) {
+                const W* at = w + ((g + a) * (k / 8) + i / 8) * PANEL;
+                vec wv[P][PARTS][2];
+                for (int p = 0; p < P; ++p)
+                    for (int v = 0; v < PARTS; ++v) load_pair(at + p * ld, v * LANES, wv[p][v]);
+                for (int b = 0; b < 2; ++b)
+                    for (int r = 0; r < R; ++r) {
+                        vec xv = splat(xs[r][i + g + a + 8 * b]);
+                        for (int p = 0; p < P; ++p)
+                            for (int v = 0; v < PARTS; ++v) acc[a][b][r][p][v] = fma(xv, wv[p][v][b], acc[a][b][r][p][v]);
+                    }
+            }
+        for (int a = 0; a < G; ++a)
+            for (int r = 0; r < R; ++r)
+                for (int p = 0; p < P; ++p)
+                    for (int v = 0; v < PARTS; ++v) half[g + a][r][p][v] = acc[a][0][r][p][v] + acc[a][1][r][p][v];
+    }
+    for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p)
+            for (int v = 0; v < PARTS; ++v) {
+                auto quarter = [&](int g) FLAT { return half[g][r][p][v] + half[g + 4][r][p][v]; };
+                out[r][p][v] = (quarter(0) + quarter(2)) + (quarter(1) + quarter(3));
+            }
+}
+
+// The same for int8, in CHAINS exact sums.
+template <int R, int P, int G>
+INLINE void panel_tile(Rows<int8_t> x, i64 rows, const int8_t* w, i64 ld, i64 k, vec (*out)[P][PARTS]) {
+    constexpr int CHAINS = R * P * QUADS < 8 ? 8 / (R * P * QUADS) : 1;
+    const int8_t* xs[R];
+    for (int r = 0; r < R; ++r) xs[r] = x.at[std::min<i64>(r, rows - 1)];
+    ivec acc[CHAINS][R][P][QUADS] = {};
+    auto step = [&](i64 i, ivec (*sums)[P][QUADS]) FLAT {
+        bytes wv[P][QUADS];
+        for (int p = 0; p < P; ++p) load_quads(w + p * ld + i * PANEL, wv[p]);
+        for (int r = 0; r < R; ++r) {
+            i32 four;
+            memcpy(&four, xs[r] + i, 4);
+            bytes xv = spread(four);
+            for (int p = 0; p < P; ++p)
+                for (int j = 0; j < QUADS; ++j) sums[r][p][j] = dot(sums[r][p][j], xv, wv[p][j]);
+        }
+    };
+    i64 i = 0;
+    for (; i + 4 * CHAINS <= k; i += 4 * CHAINS)
+        for (int c = 0; c < CHAINS; ++c) step(i + 4 * c, acc[c]);
+    for (; i < k; i += 4) step(i, acc[0]);
+    for (int r = 0; r < R; ++r) {
+        i64 row = std::min<i64>(r, rows - 1);
+        for (int p = 0; p < P; ++p) {
+            for (int c = 1; c < CHAINS; ++c)
+                for (int j = 0; j < QUADS; ++j) acc[0][r][p][j] += acc[c][r][p][j];
+            ivec total[PARTS];
+            gather_quads(acc[0][r][p], total);
+            for (int v = 0; v < PARTS; ++v) {
+                if (OFFSET) total[v] -= OFFSET * x.sum[row];
+                out[r][p][v] = __builtin_convertvector(total[v], vec) * x.scale[row];
+            }
+        }
+    }
+}
+
+template <int R, int P, class W>
+INLINE void panel_block(Rows<W> x, i64 rows, const W* w, i64 ldw, i64 cols, i64 k, float* out, i64 ld) {
+    auto some = [&](i64 c, auto panels) FLAT {
+        constexpr int N = decltype(panels)::value;
+        vec part[R][N][PARTS];
+        panel_tile<R, N, (R > 2 ? 1 : 2)>(x, rows, w + c / PANEL * ldw, ldw, k, part);
+        for (i64 r = 0; r < std::min<i64>(R, rows); ++r)
+            for (int p = 0; p < N; ++p)
+                for (int v = 0; v < PARTS; ++v) store(out + r * ld + c + p * PANEL + v * LANES, part[r][p][v]);
+    };
+    i64 c = 0;
+    for (; c + P * PANEL <= cols; c += P * PANEL) some(c, std::integral_constant<int, P>{});
+    if constexpr (P > 1)
+        for (; c < cols; c += PANEL) some(c, std::integral_constant<int, 1>{});
+}
+
+// Blocks that fill the registers: wide machines have 32 for 16 lanes, the others fewer lanes and a panel in several parts.
+template <class W>
+__attribute__((noinline)) void panel_dots(Rows<W> x, i64 n, const W* w, i64 ldw, i64 cols, i64 k, float* out, i64 ld) {
+    constexpr bool wide = LANES == 16;
+    auto block = [&](i64 r, auto rows) FLAT {
+        panel_block<decltype(rows)::value, wide ? 2 : 1>(x.from(r), n - r, w, ldw, cols, k, out + r * ld, ld);
+    };
+    i64 r = 0;
+    if constexpr (wide && std::is_same_v<W, int8_t>)
+        for (; n - r > 4; r += 8) block(r, std::integral_constant<int, 8>{});
+    if constexpr (wide)
+        for (; n - r > 2; r += 4) block(r, std::integral_constant<int, 4>{});
+    for (; n - r > 1; r += 2) block(r, std::integral_constant<int, 2>{});
+    for (; r < n; ++r) block(r, std::integral_constant<int, 1>{});
+}
+
+// out[r, c] = x[r] . w[first + c]; a multiple of 16 where the matrix has panels.
+template <class W>
+void dots(Rows<W> x, i64 n, Matrix<W> w, i64 first, i64 cols, i64 k, float* out, i64 ld) {
+    if (w.panels) return panel_dots(x, n, w.panel(first), w.ld, cols, k, out, ld);
+    const W* ws[PANEL];
+    for (i64 c = 0; c < cols; c += PANEL) {
+        i64 count = std::min(PANEL, cols - c);
+        for (i64 j = 0; j < count; ++j) ws[j] = w.data + (first + c + j) * w.ld;
+        dots(x, n, ws, count, k, out + c, ld);
+    }
+}
+
 // Per-row int8 with ties to even; returns the factor back. Twice the same bits as `plain.quantise`.
 __attribute__((noinline)) float quantise_row(const float* x, i64 k, int8_t* q, i32* total) {
     vec top = {};
@@ -614,13 +807,11 @@ template <class F> void tasks(i64 n, i64 width, i64 k, const F& body) {
 
 // out[r, c] = x[r] . w[c], float or bf16 weights.
 template <class W>
-void product(FloatRows x, i64 n, i64 k, const W* w, i64 ldw, i64 width, float* out, i64 ldo) {
+void product(FloatRows x, i64 n, i64 k, Matrix<W> w, i64 width, float* out, i64 ldo) {
     SCRATCH(const float*, rows, n);
     for (i64 r = 0; r < n; ++r) rows[r] = x[r];
     tasks(n, width, k, [=](i64 r, i64 count, i64 c, i64 cols) {
-        const W* ws[COLS];
-        for (i64 j = 0; j < cols; ++j) ws[j] = w + (c + j) * ldw;
-        dots(Rows<W>{rows + r}, count, ws, cols, k, out + r * ldo + c, ldo);
+        dots(Rows<W>{rows + r}, count, w, c, cols, k, out + r * ldo + c, ldo);
     });
 }
 
@@ -806,15 +997,6 @@ void addresses(Args a) {
             hca.fill(r, start[r], length[r], query_len, history, pages);
         }
     });
-}
-
-// ---- rows of tables and pools -----------------------------------------------------------------------------------------------
-
-template <class To, class From> INLINE void copy_row(To* to, const From* from, i64 k) {
-    if constexpr (std::is_same_v<To, From>)
-        memcpy(to, from, k * sizeof(To));
-    else
-        each(k, [&](i64 i, i64 m) { store(to + i, load(from + i, m), m); });
 }
 
 // ---- compression and attention ------------------------------------------------------------------------------------------------
@@ -1124,9 +1306,9 @@ template <class K> void attention(Args a) {
 // ---- mixture of experts ---------------------------------------------------------------------------------------------------
 
 // sqrt(softplus(x . gate)) of each token [n, experts].
-float* affinities(FloatRows x, i64 n, i64 d, const float* gate, i64 experts) {
+float* affinities(FloatRows x, i64 n, i64 d, Matrix<float> gate, i64 experts) {
     SCRATCH(float, scores, n* experts);
-    product(x, n, d, gate, d, experts, scores, experts);
+    product(x, n, d, gate, experts, scores, experts);
     each(n * experts, [&](i64 i, i64 m) {
         vec v = load(scores + i, m);
         store(scores + i, sqrt(max(v, vec{}) + log1p(exp(-abs(v)))), m);
@@ -1162,8 +1344,13 @@ template <class W> void moe(Args a) {
     auto out = a.tensor<float>();
     i64 n = a.size(), k = a.size(), d = a.size(), f = a.size(), experts = a.size(), first = a.size(), ldx = a.size();
     i64 dtype = a.size();
+    a.size();  // the weights' dtype
+    bool panels = a.size();
     float limit = a.real();
     i64 shared = experts - 1, most = n * (k + 1);
+    auto matrix = [=](const W* w, i64 expert, i64 rows, i64 cols) {
+        return Matrix<W>{w + expert * rows * cols, panels ? PANEL * cols : cols, panels};
+    };
 
     // Counting sort: routes in order of expert, then token, then slot; the shared expert takes every live token.
     SCRATCH(i64, start, experts + 1);
@@ -1235,13 +1422,9 @@ template <class W> void moe(Args a) {
         for (i64 task = begin; task < end; ++task) {
             Segment s = segments[task / wide];
             i64 c = task % wide * COLS, cols = std::min(COLS, f - c);
-            const W *gates[COLS], *ups[COLS];
-            for (i64 j = 0; j < cols; ++j) {
-                gates[j] = w13 + (s.expert * 2 * f + c + j) * d;
-                ups[j] = gates[j] + f * d;
-            }
-            dots(xs.from(s.first), s.count, gates, cols, d, gate, COLS);
-            dots(xs.from(s.first), s.count, ups, cols, d, up, COLS);
+            Matrix<W> w = matrix(w13, s.expert, 2 * f, d);
+            dots(xs.from(s.first), s.count, w, c, cols, d, gate, COLS);
+            dots(xs.from(s.first), s.count, w, f + c, cols, d, up, COLS);
             const float* scale = exact ? s13 + s.expert * 2 * f + c : nullptr;
             for (i64 r = 0; r < s.count; ++r)
                 each(cols, [&](i64 j, i64 m) {
@@ -1267,10 +1450,8 @@ template <class W> void moe(Args a) {
         for (i64 task = begin; task < end; ++task) {
             Segment s = segments[task / wide];
             i64 c = task % wide * COLS, cols = std::min(COLS, d - c);
-            const W* ws[COLS];
-            for (i64 j = 0; j < cols; ++j) ws[j] = w2 + (s.expert * d + c + j) * f;
             float* at = result + s.first * d + c;
-            dots(hs.from(s.first), s.count, ws, cols, f, at, d);
+            dots(hs.from(s.first), s.count, matrix(w2, s.expert, d, f), c, cols, f, at, d);
             for (i64 r = 0; r < s.count; ++r)
                 each(cols, [&](i64 j, i64 m) {
                     vec v = load(at + r * d + j, m);
@@ -1373,10 +1554,12 @@ void dsv4_linear(const Call* c) {
     Args a(c);
     auto x = a.tensor<const void>(), w = a.tensor<const void>();
     auto out = a.tensor<float>();
-    i64 n = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldw = a.size(), dtype = a.size();
+    i64 n = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldw = a.size(), panels = a.size();
+    i64 dtype = a.size();
     with_float(a.size(), [&](auto* tag) {
         using W = Elem<decltype(tag)>;
-        product(float_rows<W>(x, dtype, n, k, ldx), n, k, static_cast<const W*>(w), ldw, width, out, width);
+        Matrix<W> matrix{static_cast<const W*>(w), ldw, panels != 0};
+        product(float_rows<W>(x, dtype, n, k, ldx), n, k, matrix, width, out, width);
     });
 }
 
@@ -1386,7 +1569,9 @@ void dsv4_linear_int8(const Call* c) {
     auto w = a.tensor<const int8_t>();
     auto w_scale = a.tensor<const float>();
     auto out = a.tensor<float>();
-    i64 n = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldw = a.size(), groups = a.size();
+    i64 n = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldw = a.size(), panels = a.size();
+    i64 groups = a.size();
+    Matrix<int8_t> matrix{w, ldw, panels != 0};
     FloatRows from = float_rows<float>(x, a.size(), n, k, ldx);
     i64 part = k / groups;
     SCRATCH(int8_t, q, n* k);
@@ -1403,12 +1588,10 @@ void dsv4_linear_int8(const Call* c) {
     parallel(n, double(k) / 4, fill);
     Rows<int8_t> rows{at, scale, sums};
     tasks(n, width, k / 4, [=](i64 r, i64 count, i64 col, i64 cols) {
-        const int8_t* ws[COLS];
         float next[ROWS * COLS];
         float* to = out + r * width + col;
         for (i64 g = 0; g < groups; ++g) {
-            for (i64 j = 0; j < cols; ++j) ws[j] = w + (col + j) * ldw + g * part;
-            dots(rows.from(g * n + r), count, ws, cols, part, g ? next : to, g ? COLS : width);
+            dots(rows.from(g * n + r), count, matrix.channels(g * part), col, cols, part, g ? next : to, g ? COLS : width);
             for (i64 i = 0; g && i < count; ++i)
                 for (i64 j = 0; j < cols; ++j) to[i * width + j] += next[i * COLS + j];
         }
@@ -1422,13 +1605,13 @@ void dsv4_grouped_linear(const Call* c) {
     auto x = a.tensor<const void>(), w = a.tensor<const void>();
     auto out = a.tensor<float>();
     i64 n = a.size(), groups = a.size(), k = a.size(), width = a.size(), ldx = a.size(), ldx_group = a.size();
-    i64 dtype = a.size();
+    i64 panels = a.size(), dtype = a.size();
     with_float(a.size(), [&](auto* tag) {
         using W = Elem<decltype(tag)>;
         for (i64 g = 0; g < groups; ++g) {
             auto from = static_cast<const char*>(x) + g * ldx_group * (dtype == F32 ? 4 : 2);
-            product(float_rows<W>(from, dtype, n, k, ldx), n, k, static_cast<const W*>(w) + g * width * k, k, width,
-                    out + g * width, groups * width);
+            Matrix<W> matrix{static_cast<const W*>(w) + g * width * k, panels ? PANEL * k : k, panels != 0};
+            product(float_rows<W>(from, dtype, n, k, ldx), n, k, matrix, width, out + g * width, groups * width);
         }
     });
 }
@@ -1634,7 +1817,7 @@ void dsv4_route(const Call* c) {
     i64 n = a.size(), d = a.size(), experts = a.size(), k = a.size(), ldx = a.size();
     FloatRows rows = float_rows<float>(x, a.size(), n, d, ldx);
     float scale = a.real();
-    const float* scores = affinities(rows, n, d, gate, experts);
+    const float* scores = affinities(rows, n, d, {gate, a.size(), a.size() != 0}, experts);
     parallel(n, double(k) * experts / 4, [&](i64 begin, i64 end) {
         SCRATCH(float, biased, experts);
         for (i64 t = begin; t < end; ++t) {
@@ -1660,7 +1843,7 @@ void dsv4_route_hash(const Call* c) {
     i64 n = a.size(), d = a.size(), experts = a.size(), k = a.size(), vocab = a.size(), ldx = a.size();
     FloatRows rows = float_rows<float>(x, a.size(), n, d, ldx);
     float scale = a.real();
-    const float* scores = affinities(rows, n, d, gate, experts);
+    const float* scores = affinities(rows, n, d, {gate, a.size(), a.size() != 0}, experts);
     for (i64 t = 0; t < n; ++t) {
         memcpy(ids + t * k, table + clamp(tokens[t], 0, vocab - 1) * k, k * sizeof(i32));
         route_weights(scores + t * experts, positions[t], k, scale, experts, ids + t * k, weights + t * k);
@@ -1696,9 +1879,11 @@ void dsv4_markov(const Call* c) {
     auto anchor = a.tensor<const i32>();
     auto out = a.tensor<i32>();
     i64 n = a.size(), steps = a.size(), vocab = a.size(), rank = a.size(), ld = a.size(), ld_step = a.size();
+    i64 panels = a.size();
     with_float(a.size(), [&](auto* tag) {
         using W = Elem<decltype(tag)>;
         constexpr i64 CHUNK = 512;
+        Matrix<W> matrix{static_cast<const W*>(w2), panels ? PANEL * rank : rank, panels != 0};
         i64 chunks = (vocab + CHUNK - 1) / CHUNK;
         SCRATCH(float, previous, n* rank);
         SCRATCH(Best, best, n* chunks);
@@ -1712,11 +1897,9 @@ void dsv4_markov(const Call* c) {
             }
             auto search = [=](i64 begin, i64 end) {
                 SCRATCH(float, logits, n* CHUNK);
-                const W* ws[CHUNK];
                 for (i64 chunk = begin; chunk < end; ++chunk) {
                     i64 from = chunk * CHUNK, count = std::min(CHUNK, vocab - from);
-                    for (i64 j = 0; j < count; ++j) ws[j] = static_cast<const W*>(w2) + (from + j) * rank;
-                    dots(rows, n, ws, count, rank, logits, CHUNK);
+                    dots(rows, n, matrix, from, count, rank, logits, CHUNK);
                     for (i64 r = 0; r < n; ++r) {
                         const float *added = base + r * ld + s * ld_step + from, *own = logits + r * CHUNK;
                         Best& b = best[r * chunks + chunk] =

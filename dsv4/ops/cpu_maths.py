@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsv4.ops.cpu_call import F32, I8, I32, Launch, code, kernel, shaped, strides, whole
+from dsv4.ops.cpu_call import F32, I8, I32, Launch, code, kernel, matrix, shaped, strides, whole, width
 
 PER_PAGE = 32  # CSA entries of a history page
 
@@ -46,34 +46,44 @@ kernel(
 
 # ---- matrix products --------------------------------------------------------------------------------------------------
 
+
+def _fill_linear(x: Tensor, w: Tensor, out: Tensor) -> Launch:
+    w, *layout = matrix(w, out.shape[1], x.shape[1])
+    return Launch((x, w, out), (*x.shape, out.shape[1], *strides(x, 1), *layout, code(x), code(w)))
+
+
+def _fill_linear_int8(x: Tensor, values: Tensor, scale: Tensor, groups: int, out: Tensor) -> Launch:
+    values, *layout = matrix(values, scale.shape[0], x.shape[1])
+    code(values, I8)
+    return Launch(
+        (x, values, whole(scale, F32), out), (*x.shape, out.shape[1], *strides(x, 1), *layout, groups, code(x))
+    )
+
+
+def _fill_grouped(x: Tensor, w: Tensor, out: Tensor) -> Launch:
+    w, _, panels = matrix(whole(w, w.dtype), x.shape[1], out.shape[2], x.shape[2])
+    return Launch((x, w, out), (*x.shape, out.shape[2], *strides(x, 2), panels, code(x), code(w)))
+
+
 kernel(
     "linear",
     "(Tensor x, Tensor w) -> Tensor",
-    outputs=lambda x, w: [((x.shape[0], w.shape[0]), F32)],
-    fill=lambda x, w, out: Launch(
-        (x, shaped(w, w.shape[0], x.shape[1]), out),
-        (*x.shape, w.shape[0], *strides(x, 1), *strides(w, 1), code(x), code(w)),
-    ),
+    outputs=lambda x, w: [((x.shape[0], width(w)), F32)],
+    fill=_fill_linear,
 )
 
 kernel(
     "linear_int8",
     "(Tensor x, Tensor values, Tensor scale, int groups) -> Tensor",
-    outputs=lambda x, values, scale, groups: [((x.shape[0], values.shape[0]), F32)],
-    fill=lambda x, values, scale, groups, out: Launch(
-        (x, shaped(values, scale.shape[0], x.shape[1]), whole(scale, F32), out),
-        (*x.shape, values.shape[0], *strides(x, 1), *strides(values, 1), groups, code(x), code(values, I8)),
-    ),
+    outputs=lambda x, values, scale, groups: [((x.shape[0], scale.shape[0]), F32)],
+    fill=_fill_linear_int8,
 )
 
 kernel(
     "grouped_linear",
     "(Tensor x, Tensor w) -> Tensor",
-    outputs=lambda x, w: [((x.shape[0], *w.shape[:2]), F32)],
-    fill=lambda x, w, out: Launch(
-        (x, whole(w, w.dtype, x.shape[1], w.shape[1], x.shape[2]), out),
-        (*x.shape, w.shape[1], *strides(x, 2), code(x), code(w)),
-    ),
+    outputs=lambda x, w: [((x.shape[0], x.shape[1], width(w, 1)), F32)],
+    fill=_fill_grouped,
 )
 
 # ---- hyper-connections --------------------------------------------------------------------------------------------------
@@ -256,8 +266,8 @@ kernel(
     "(Tensor x, Tensor gate, Tensor bias, Tensor positions, int k, float scale) -> (Tensor, Tensor)",
     outputs=lambda x, gate, bias, positions, k, scale: [((x.shape[0], k), I32), ((x.shape[0], k), F32)],
     fill=lambda x, gate, bias, positions, k, scale, *outs: Launch(
-        (x, whole(gate, F32, bias.shape[0], x.shape[1]), whole(bias, F32), whole(positions, I32, x.shape[0]), *outs),
-        (*x.shape, gate.shape[0], k, *strides(x, 1), code(x)),
+        (x, whole(gate, F32), whole(bias, F32), whole(positions, I32, x.shape[0]), *outs),
+        (*x.shape, *bias.shape, k, *strides(x, 1), code(x), *matrix(gate, *bias.shape, x.shape[1])[1:]),
         (scale,),
     ),
 )
@@ -267,9 +277,9 @@ kernel(
     "(Tensor x, Tensor gate, Tensor tid2eid, Tensor ids, Tensor positions, float scale) -> (Tensor, Tensor)",
     outputs=lambda x, gate, tid2eid, *_: [((x.shape[0], tid2eid.shape[1]), dtype) for dtype in (I32, F32)],
     fill=lambda x, gate, tid2eid, ids, positions, scale, *outs: Launch(
-        (x, whole(gate, F32, gate.shape[0], x.shape[1]), whole(tid2eid, I32), whole(ids, I32, x.shape[0]),
-         whole(positions, I32, x.shape[0]), *outs),
-        (*x.shape, gate.shape[0], tid2eid.shape[1], tid2eid.shape[0], *strides(x, 1), code(x)),
+        (x, whole(gate, F32), whole(tid2eid, I32), whole(ids, I32, x.shape[0]), whole(positions, I32, x.shape[0]), *outs),
+        (*x.shape, width(gate), tid2eid.shape[1], tid2eid.shape[0], *strides(x, 1), code(x),
+         *matrix(gate, width(gate), x.shape[1])[1:]),
         (scale,),
     ),
 )  # fmt: skip
@@ -279,12 +289,25 @@ def _fill_moe(
     x: Tensor, ids: Tensor, weights: Tensor, w13: Tensor, w2: Tensor, limit: float, first: int, out: Tensor,
     scales: tuple[Tensor | None, Tensor | None] = (None, None),
 ) -> Launch:  # fmt: skip
-    (n, d), (experts, _, f) = x.shape, w2.shape
-    w13, w2 = whole(w13, w2.dtype, experts, 2 * f, d), whole(w2, w2.dtype, experts, d, f)
+    (n, d), experts, f = x.shape, w2.shape[0], width(w13, 1) // 2
+    w13, _, panels = matrix(whole(w13, w2.dtype), experts, 2 * f, d)
+    w2, _, same = matrix(whole(w2, w2.dtype), experts, d, f)
+    if panels != same:
+        raise TypeError("CPU kernel: expected w13 and w2 in one layout, got one in panels and one not")
     s13, s2 = whole(scales[0], F32, experts, 2 * f), whole(scales[1], F32, experts, d)
     return Launch(
         (x, whole(ids, I32, n, ids.shape[1]), whole(weights, F32, *ids.shape), w13, w2, s13, s2, out),
-        (*ids.shape, d, f, experts, first, *strides(x, 1), code(x), code(w2, *((I8,) if s2 is not None else ()))),
+        (
+            *ids.shape,
+            d,
+            f,
+            experts,
+            first,
+            *strides(x, 1),
+            code(x),
+            code(w2, *((I8,) if s2 is not None else ())),
+            panels,
+        ),
         (limit,),
     )
 

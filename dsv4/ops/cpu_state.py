@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from dsv4.ops.cpu_call import F32, I32, Launch, code, kernel, shaped, strides, trailing, whole
+from dsv4.ops.cpu_call import F32, I32, Launch, code, kernel, matrix, shaped, strides, trailing, whole
 
 # ---- cache addressing ---------------------------------------------------------------------------------------------------
 
@@ -118,12 +118,12 @@ kernel(
     fill=lambda base, w1, w2, anchor, out: Launch(
         (
             base,
-            whole(w1, w2.dtype, *w2.shape),
-            whole(w2, w2.dtype, base.shape[2], w2.shape[1]),
+            whole(w1, w2.dtype, base.shape[2], w1.shape[1]),
+            whole(w2, w2.dtype),
             whole(anchor, I32, base.shape[0]),
             out,
         ),
-        (*base.shape, w2.shape[1], *strides(base, 2), code(w2), code(base, F32)),
+        (*base.shape, w1.shape[1], *strides(base, 2), matrix(w2, *w1.shape)[2], code(w2), code(base, F32)),
     ),
 )
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from dsv4.errors import PlatformError
 from dsv4.ops.cpu import cpu_ops
+from dsv4.ops.cpu_params import Panels, pack, unpack
 from dsv4.ops.table import PLAIN
 from dsv4.tree import QuantWeight
 
@@ -51,6 +52,65 @@ def sliced(*shape: int, dtype: torch.dtype = F32) -> Tensor:
 def quantised(*shape: int) -> QuantWeight:
     values = torch.randint(-127, 128, shape, dtype=torch.int8)
     return QuantWeight(values=values, scale=torch.rand(shape[:-1]) * 0.01 + 1e-3)
+
+
+# ---- panels -----------------------------------------------------------------------------------------------------------
+
+FORMS = {"f32": torch.randn, "bf16": lambda *shape: torch.randn(*shape).to(BF16), "int8": quantised}
+form = pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
+
+
+@form
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 7, 8, 9, 33, 130])
+@pytest.mark.parametrize(("k", "n"), [(16, 16), (48, 32), (128, 80), (256, 528)])
+def test_panels_give_the_bits_of_plain_rows(ops, make, rows, k, n):
+    x, w = torch.randn(rows, k), make(n, k)
+    packed = pack(w)
+    assert isinstance(packed, Panels) and packed.shape == w.shape
+    same(ops.linear(x, packed), ops.linear(x, w))
+    if isinstance(w, QuantWeight):
+        same(ops.linear(x, pack(w, 4), 4), ops.linear(x, w, 4))
+    else:
+        same(ops.linear(x, packed[16:]), ops.linear(x, w[16:])) if n > 16 else None
+        groups = make(2, n, k)
+        same(ops.grouped_linear(x.view(rows, 1, k).repeat(1, 2, 1), pack(groups)),
+             ops.grouped_linear(x.view(rows, 1, k).repeat(1, 2, 1), groups))  # fmt: skip
+
+
+@form
+@pytest.mark.parametrize("rows", [1, 5, 8, 70])
+def test_panels_of_experts_routers_and_markov(ops, make, rows):
+    x, ids, weights = moe_case(rows, 64, 48, 16, 3)
+    w13, w2 = make(17, 96, 64), make(17, 64, 48)
+    same(ops.moe(x, ids, weights, pack(w13), pack(w2), 2.0, 0), ops.moe(x, ids, weights, w13, w2, 2.0, 0))
+    gate, bias, positions = torch.randn(16, 64), torch.randn(16), torch.arange(rows, dtype=I32)
+    same(ops.route(x, pack(gate), bias, positions, 3, 1.5), ops.route(x, gate, bias, positions, 3, 1.5))
+    table, tokens = torch.randint(0, 16, (9, 3), dtype=I32), torch.randint(0, 9, (rows,), dtype=I32)
+    same(
+        ops.route_hash(x, pack(gate), table, tokens, positions, 1.5),
+        ops.route_hash(x, gate, table, tokens, positions, 1.5),
+    )
+    base, w1, anchor = torch.randn(rows, 7, 544), torch.randn(544, 32), torch.zeros(rows, dtype=I32)
+    w2 = torch.randn(544, 32)
+    same(ops.markov(base, w1, pack(w2), anchor), ops.markov(base, w1, w2, anchor))
+
+
+@form
+def test_panels_go_back_to_plain_rows(make):
+    w = make(3, 32, 48)
+    same(list(vars(unpack(pack(w))).values()) if isinstance(w, QuantWeight) else unpack(pack(w)),
+         list(vars(w).values()) if isinstance(w, QuantWeight) else w)  # fmt: skip
+
+
+def test_what_has_no_panels_stays_plain(ops):
+    for w in (torch.randn(24, 64), torch.randn(32, 40), torch.randn(32, 64, dtype=torch.float64)):
+        assert pack(w) is w
+    w = quantised(32, 48)
+    assert pack(w, 8) is w  # groups of 6 channels
+    with pytest.raises(TypeError, match="whole panels"):
+        pack(torch.randn(32, 16))[8:24]
+    with pytest.raises(TypeError, match="one layout"):
+        ops.moe(*moe_case(2, 64, 48, 16, 3), pack(torch.randn(17, 96, 64)), torch.randn(17, 64, 48), 2.0, 0)
 
 
 # ---- embeddings, norms, rope ------------------------------------------------------------------------------------------

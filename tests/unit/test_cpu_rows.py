@@ -12,6 +12,7 @@ from torch import Tensor
 from dsv4.errors import PlatformError
 from dsv4.ops import cpu_build
 from dsv4.ops.cpu import CPU, cpu_ops
+from dsv4.ops.cpu_params import pack
 from dsv4.tree import QuantWeight
 
 ROWS = 300
@@ -36,6 +37,10 @@ def cases() -> Iterator[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], t
     x, d, heads, k, experts = torch.randn(ROWS, 72), 72, 3, 2, 5
     for name, w in (("f32", torch.randn(37, d)), ("bf16", torch.randn(37, d).to(BF16)), ("int8", quantised(37, d))):
         yield f"linear-{name}", lambda x, w=w: CPU.linear(x, w), (x,)
+    broad = torch.randn(ROWS, 64)
+    for name, make in (("f32", torch.randn), ("bf16", lambda *s: torch.randn(*s).to(BF16)), ("int8", quantised)):
+        w = pack(make(48, 64))
+        yield f"panels-{name}", lambda x, w=w: CPU.linear(x, w), (broad,)
     per_group, weight = quantised(21, d), torch.randn(d)
     yield "linear-groups", lambda x: CPU.linear(x, per_group, 3), (x,)
     grouped = torch.randn(3, 19, 24).to(BF16)
@@ -159,7 +164,7 @@ for name, op, inputs in cases():
 
 @pytest.mark.slow
 def test_vector_width_changes_nothing():
-    """The AVX2 build gives the bits of the AVX-512 build."""
+    """The AVX2 build and the portable one give the bits of the AVX-512 build."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or "avx512bw" not in cpuinfo.read_text():
         pytest.skip("needs a machine with AVX-512 to compare with")
@@ -173,3 +178,4 @@ def test_vector_width_changes_nothing():
     assert len(native.splitlines()) > 10
     assert digests("-mno-avx512f") == native
     assert digests("-mno-avx512vnni") == native
+    assert digests("-mno-avx") == native
