@@ -6,6 +6,7 @@ from html import escape
 from typing import Any
 
 from dsv4.profile.charts import bars, lines
+from dsv4.profile.cost import UNEXPLAINED
 
 GIB = 2**30
 _STYLE = """
@@ -113,6 +114,14 @@ def trace(data: Mapping[str, Any]) -> str:
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
 
 
+def _beyond(program: Mapping[str, Any]) -> list[str]:
+    """What a program moves besides weights and cache, if that is more than a tenth: its largest movers."""
+    if program["unexplained_share"] <= UNEXPLAINED:
+        return []
+    largest = ", ".join(f"{c['where']} {c['bytes'] / 1e9:.2f} GB" for c in program["copies"][:3])
+    return [f"            {program['unexplained_share']:.0%} of its bytes are intermediates: {largest}, ..."]
+
+
 def summary(data: Mapping[str, Any]) -> list[str]:
     """A dozen lines for a terminal."""
     memory, counts = data["memory"], data["parameters"]
@@ -129,6 +138,7 @@ def summary(data: Mapping[str, Any]) -> list[str]:
             continue
         nodes = f", {program['graph']['nodes']:,} graph nodes" if program["graph"] else ""
         out.append(f"{kind:<11} {program['time_ms']['total']:.1f} ms for {program['shape']}{nodes}")
+        out += _beyond(program)
     for s in data["speculation"][-1:]:
         out.append(
             f"K=7 pays    from {s['break_even']:.2f} accepted tokens a step on ({s['requests']} requests a group)"

@@ -16,7 +16,7 @@ from dsv4.graph.npu_load import load
 from dsv4.graph.stages import Traced
 from dsv4.mesh import Mesh
 from dsv4.profile.capture import Geometry, capture, prefix, world
-from dsv4.profile.cost import Cost, ProgramCost, peak_workspace, place, program_cost, scaled
+from dsv4.profile.cost import UNEXPLAINED, Cost, ProgramCost, peak_workspace, place, program_cost, scaled
 from dsv4.profile.devices import Device
 from dsv4.profile.memory import MemoryPlan, Plan, plan_memory
 from dsv4.profile.roofline import Speculation, step_time
@@ -77,11 +77,18 @@ def _grouped(cost: ProgramCost, key: Callable[[tuple[str, ...]], str]) -> dict[s
     return dict(sorted(groups.items(), key=lambda kv: -kv[1].moved))
 
 
-def copies(cost: ProgramCost, count: int = 8) -> list[dict[str, Any]]:
-    """The largest movers of intermediates, which weights and cache do not explain: (part, operator) with bytes."""
+def copies(cost: ProgramCost, least: int = 8) -> list[dict[str, Any]]:
+    """The largest movers of intermediates, which weights and cache do not explain: (part, operator) with bytes. As many as it
+    takes to leave under a tenth of all bytes unexplained, and at least `least`."""
     movers = _grouped(cost, lambda scope: f"{scope[1]}: {scope[2]}")
-    ranked = sorted(movers.items(), key=lambda kv: -kv[1].bytes["activations"])[:count]
-    return [{"where": name, "bytes": one.bytes["activations"]} for name, one in ranked]
+    ranked = sorted(movers.items(), key=lambda kv: -kv[1].bytes["activations"])
+    rest, named = cost.total.bytes["activations"], []
+    for name, one in ranked:
+        if len(named) >= least and rest < UNEXPLAINED * cost.total.moved:
+            break
+        named.append({"where": name, "bytes": one.bytes["activations"]})
+        rest -= one.bytes["activations"]
+    return named
 
 
 def _lower(traced: Traced, captured: tuple[str, ...], whole: tuple[str, ...], path: Path) -> dict[str, Any]:

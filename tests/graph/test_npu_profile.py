@@ -24,7 +24,7 @@ from dsv4.profile.devices import load_devices
 from dsv4.profile.memory import plan_memory
 from dsv4.profile.report import page, summary, trace
 from dsv4.profile.roofline import Speculation, step_time
-from dsv4.profile.run import parameter_counts
+from dsv4.profile.run import copies, parameter_counts
 from dsv4.tree import tree_bytes
 
 CONFIG = Path(__file__).parents[2] / "configs" / "model" / "deepseek-v4-flash-dspark.json"
@@ -101,6 +101,23 @@ def test_costs_of_a_full_verify_step(speculate) -> None:
     assert live_rows(traced) == 128 // 4 * 6
     assert traced.graph is not None and not traced.repeated_writes()
     assert not [line for line in traced.reads_before_write() if line.startswith("cache")]
+
+
+@pytest.mark.parametrize(("kind", "rows", "query_len"), [("decode", 1, 1), ("decode", 16, 1), ("speculate", 16, 8)])
+def test_what_a_step_moves_is_weights_cache_or_named(kind: str, rows: int, query_len: int) -> None:
+    """One row moves little else; with more, the named movers of intermediates leave less than a tenth."""
+    small, geometry = prefix(FLASH, 1), replace(GEOMETRY, k=query_len - 1)
+    with world(EP16) as mesh:
+        traced = capture(small, mesh, StepShape(kind, rows, query_len, 64), geometry)
+    cost = scaled(program_cost(traced), small.kinds, FLASH.kinds)
+    moved = cost.total.bytes
+    explained = moved["weights"] + moved["cache"]
+    if rows == 1:
+        assert explained > 0.95 * moved.total()
+    named = copies(cost)
+    assert explained + sum(one["bytes"] for one in named) > 0.9 * moved.total()
+    assert named == sorted(named, key=lambda one: -one["bytes"]) and len(named) < 32
+    assert all(": " in one["where"] for one in named)
 
 
 def test_collectives_are_the_same_on_every_rank() -> None:
@@ -215,7 +232,9 @@ def test_the_command_writes_its_files(tmp_path: Path) -> None:
     html = (tmp_path / "out" / "report.html").read_text()
     assert html == page(data) and "break-even" in html and "http" not in html
     assert json.loads((tmp_path / "out" / "trace.json").read_text()) == json.loads(trace(data))
-    assert any(line.startswith("K=7 pays") for line in summary(data))
+    lines = summary(data)
+    assert any(line.startswith("K=7 pays") for line in lines)
+    assert any("of its bytes are intermediates: " in line for line in lines)
     assert list((tmp_path / "out" / "programs").glob("*.txt"))
 
 
