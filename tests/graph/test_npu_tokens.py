@@ -1,4 +1,13 @@
-"""Whole programs of the NPU table, executed on CPU: prefill, decode, speculate and seed on the tiny W8A8 model."""
+"""Whole programs of the NPU table, executed on CPU: prefill, decode, speculate and seed on the tiny W8A8 model.
+
+Tokens are the definition's, except at ties. A tie rule is needed because W8A8 rounds activations to int8: a relative change
+of 1e-7 anywhere (another order of a sum, as the fused CPU kernels have) flips some of those roundings, and from there on the
+logits move by an amount that hardly depends on what began it. Any one operator of the NPU table does it alone, so exact
+tokens would take bit-equal sums everywhere, which no device gives. What can be had: the NPU forms move the logits hardly more
+than the definition moves its own under a change of 1e-5 (`test_logits_move_little_more_...`), and tokens part only where the
+definition's best two logits lie within TIE, 1/200 of the logits' spread. Random sublayers amplify changes until any two
+roundings part and trained ones do not, so theirs are quietened; a tenth of the tokens still hangs on them.
+"""
 
 import dataclasses
 
@@ -10,7 +19,7 @@ from dsv4.checkpoint.load import random_params
 from dsv4.config import StepShape
 from dsv4.ops.npu import npu_ops
 from dsv4.ops.npu_params import prepare
-from dsv4.ops.table import PLAIN
+from dsv4.ops.table import PLAIN, OpSet
 from dsv4.params import Layer, Params
 from dsv4.steps import STEPS
 from dsv4.tree import QuantWeight
@@ -21,7 +30,8 @@ from tests.support.runner import Runner
 install()
 CFG = tiny_config(quant_format="w8a8")
 TOKENS = 24
-TIE = 0.05  # of logits with a standard deviation of 4 and a median gap of 1 between the best two
+TIE = 0.02  # of logits with a standard deviation of 4 and a median gap of 1 between the best two
+QUIET = 1 / 64
 
 
 class NpuRunner(Runner):
@@ -40,8 +50,7 @@ def prompt(length: int, seed: int) -> list[int]:
 
 
 def calm(params: Params, factor: float) -> Params:
-    """Sublayers that add little to the streams. Random ones amplify a relative change of 1e-4 until tokens change, so that
-    any two roundings part; trained ones do not."""
+    """Sublayers that add `factor` of what they would to the streams."""
 
     def quieter(w: QuantWeight) -> QuantWeight:
         return dataclasses.replace(w, scale=w.scale * factor)
@@ -61,27 +70,74 @@ def margin(params: Params, ids: list[int], a: int, b: int) -> float:
     return (last[a] - last[b]).abs().item()
 
 
-@pytest.mark.parametrize("seed", [3, 4, 5])
-def test_npu_tokens_are_cpu_tokens(seed: int) -> None:
-    """Up to ties: where the sequences part, the definition must see the two tokens within TIE of each other."""
-    params = calm(random_params(CFG, seed, max_positions=2048), 1 / 16)
-    ids = prompt(150 + 70 * seed, seed)
-    for k in (0, 7):
-        expected = Runner(CFG, params, k=k).generate(0, ids, TOKENS)
-        got = NpuRunner(CFG, prepare(params), k=k).generate(0, ids, TOKENS)
-        parted = next((i for i in range(TOKENS) if got[i] != expected[i]), None)
-        assert parted is None or margin(params, ids + expected[:parted], got[parted], expected[parted]) < TIE
+def ties(params: Params, ids: list[int], k: int, count: int) -> list[float]:
+    """Where the NPU's programs give another token than the definition's, how far apart the definition sees the two. After
+    each the NPU's programs go on from the definition's token, so that all `count` tokens are compared."""
+    expected, npu = Runner(CFG, params, k=k).generate(0, ids, count)[:count], prepare(params)
+    found, done = [], 0
+    while done < count:
+        got = NpuRunner(CFG, npu, k=k).generate(0, ids + expected[:done], count - done)
+        parted = next((i for i, token in enumerate(expected[done:]) if got[i] != token), None)
+        if parted is None:
+            break
+        done += parted
+        found.append(margin(params, ids + expected[:done], got[parted], expected[done]))
+        done += 1
+    return found
+
+
+@pytest.mark.parametrize("k", [0, 7])
+@pytest.mark.parametrize("seed", [3, 4])
+def test_npu_tokens_are_cpu_tokens(seed: int, k: int) -> None:
+    params = calm(random_params(CFG, seed, max_positions=2048), QUIET)
+    found = ties(params, prompt(150 + 70 * seed, seed), k, 40)
+    assert len(found) <= 1 and max(found, default=0) < TIE
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("k", [0, 7])
+@pytest.mark.parametrize(("seed", "length"), [(11, 9), (12, 140), (13, 300)])
+def test_hundreds_of_npu_tokens_are_cpu_tokens(seed: int, length: int, k: int) -> None:
+    params = calm(random_params(CFG, seed, max_positions=2048), QUIET)
+    found = ties(params, prompt(length, seed), k, 200)
+    assert len(found) <= 4 and max(found, default=0) < TIE
 
 
 @pytest.mark.parametrize("seed", [3, 4, 5])
 def test_every_position_agrees_up_to_ties(seed: int) -> None:
-    params, ids = calm(random_params(CFG, seed, max_positions=2048), 1 / 16), prompt(400, seed)
+    raw, ids = random_params(CFG, seed, max_positions=2048), prompt(400, seed)
+    params = calm(raw, QUIET)
     expected = forward(CFG, params, ids, ops=PLAIN).logits
     got = forward(CFG, prepare(params), ids, ops=npu_ops(128, plugins={})).logits
     best = expected.topk(2).values
     clear = best[:, 0] - best[:, 1] >= TIE
-    assert clear.float().mean() > 0.9
+    assert clear.float().mean() > 0.95
     assert torch.equal(got.argmax(-1)[clear], expected.argmax(-1)[clear])
+    without = forward(CFG, calm(raw, 0.0), ids, ops=PLAIN).logits
+    assert (without.argmax(-1) != expected.argmax(-1)).float().mean() > 0.05  # quiet, not mute
+
+
+def shaken(size: float) -> OpSet:
+    """The definition, with embeddings that are off by a relative `size`."""
+
+    def embed(ids: torch.Tensor, table: torch.Tensor, streams: int) -> torch.Tensor:
+        noise = torch.randn(table.shape, generator=torch.Generator().manual_seed(0))
+        return PLAIN.embed(ids, table, streams) * (1 + size * noise[ids.long()].unsqueeze(1))
+
+    return dataclasses.replace(PLAIN, embed=embed)
+
+
+@pytest.mark.parametrize("seed", [3, 4, 5])
+def test_logits_move_little_more_than_the_definitions_own_do_under_a_change_of_1e_5(seed: int) -> None:
+    params, ids = calm(random_params(CFG, seed, max_positions=2048), 1 / 16), prompt(300, seed)
+    expected = forward(CFG, params, ids, ops=PLAIN).logits
+
+    def moved(logits: torch.Tensor) -> float:
+        return (logits - expected).abs().amax(-1).median().item()
+
+    own = moved(forward(CFG, params, ids, ops=shaken(1e-5)).logits)
+    npu = moved(forward(CFG, prepare(params), ids, ops=npu_ops(128, plugins={})).logits)
+    assert 0.01 < own < 0.1 and npu < 1.5 * own
 
 
 @pytest.mark.parametrize("seed", [6, 7])
