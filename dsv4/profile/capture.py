@@ -12,10 +12,10 @@ from dsv4.cache import Pages, make_cache
 from dsv4.checkpoint.load import abstract_params
 from dsv4.config import ModelConfig, ParallelConfig, StepShape
 from dsv4.graph.cann_shim import fake_world
+from dsv4.graph.npu_load import load_or_declare
 from dsv4.graph.stages import StepProgram, Traced
 from dsv4.mesh import Mesh, join
 from dsv4.model.context import Env
-from dsv4.ops import npu_schemas
 from dsv4.ops.npu import npu_ops
 from dsv4.ops.npu_params import prepare
 from dsv4.steps import STEPS
@@ -57,7 +57,7 @@ def world(parallel: ParallelConfig, rank: int = 0) -> Iterator[Mesh]:
     """This process as one rank of a deployment that is not there; the group is gone afterwards."""
     import torch.distributed as dist
 
-    npu_schemas.declare()
+    load_or_declare()
     if parallel.ep == 1:
         yield Mesh()
         return

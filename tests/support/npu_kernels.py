@@ -8,6 +8,7 @@ whatever reads them is seen. `torch.mm` and `torch.bmm` with an `out_dtype` exis
 import torch
 from torch import Tensor
 
+from dsv4.graph.npu_load import load_or_declare
 from dsv4.ops import npu_schemas
 
 _DTYPES = {3: torch.int32, 15: torch.bfloat16}
@@ -180,7 +181,7 @@ def install() -> None:
     """Registers the kernels for CPU tensors; once per process."""
     if _kept:
         return
-    npu_schemas.declare()
+    load_or_declare()
     assert set(_KERNELS) == set(npu_schemas.used())
     npu, aten = torch.library.Library("npu", "IMPL"), torch.library.Library("aten", "IMPL")
     for name, kernel in _KERNELS.items():
