@@ -157,10 +157,31 @@ template <class To, class From> INLINE void copy_row(To* to, const From* from, i
         each(k, [&](i64 i, i64 m) { store(to + i, load(from + i, m), m); });
 }
 
+#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
+#endif
+
+// `combine` over all lanes: j with j + LANES / 2, then those H apart for smaller H.
+template <int H, class V, int... J> INLINE V swap_lanes(V v, std::integer_sequence<int, J...>) {
+    return SHUFFLE(v, v, (J ^ H)...);
+}
+
+template <int H = LANES / 2, class V, class F> INLINE V over_lanes(V v, const F& combine) {
+    v = combine(v, swap_lanes<H>(v, Lanes{}));
+    if constexpr (H > 1)
+        return over_lanes<H / 2>(v, combine);
+    else
+        return v;
+}
+
 INLINE float fold(vec v) {
-    for (int half = LANES / 2; half; half /= 2)
-        for (int j = 0; j < half; ++j) v[j] += v[j + half];
-    return v[0];
+    return over_lanes(v, [](vec a, vec b) FLAT { return a + b; })[0];
+}
+
+INLINE float greatest(vec v) {
+    return over_lanes(v, [](vec a, vec b) FLAT { return max(a, b); })[0];
 }
 
 // Sum of term(i, n) over 16 lanes; term must return 0 in the lanes past n.
@@ -387,12 +408,6 @@ template <class W, int SLOT = 0> FloatRows float_rows(const void* x, i64 dtype, 
 
 // ---- products -------------------------------------------------------------------------------------------------------------
 
-#if defined(__has_builtin) && __has_builtin(__builtin_shufflevector)
-#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-#else
-#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, ivec{__VA_ARGS__})
-#endif
-
 // Lane of (a, b) that the fold by H takes into lane j: groups of 2H lanes hold H lanes of a, then H lanes of b.
 template <int H> constexpr int folded(int j, int shift) {
     int within = j % (2 * H);
@@ -589,8 +604,6 @@ template <int R> INLINE vec tile(Rows<int8_t> x, i64 rows, const int8_t* const* 
     return __builtin_convertvector(total, vec) * scale;
 }
 
-template <int... J> INLINE vec swap_pairs(vec v, std::integer_sequence<int, J...>) { return SHUFFLE(v, v, (J ^ 1)...); }
-
 constexpr i64 PANEL = 16;  // weights kept close while the rows pass
 
 template <int R, class W>
@@ -776,18 +789,20 @@ void dots(Rows<W> x, i64 n, Matrix<W> w, i64 first, i64 cols, i64 k, float* out,
 __attribute__((noinline)) float quantise_row(const float* x, i64 k, int8_t* q, i32* total) {
     vec top = {};
     each(k, [&](i64 i, i64 m) { top = max(top, abs(load(x + i, m))); });
-    float amax = 1e-4f;
-    for (int j = 0; j < LANES; ++j) amax = std::max(amax, top[j]);
+    float amax = std::max(1e-4f, greatest(top));
     float factor = (1.0f / amax) * 127.0f;
     ivec sums = {};
     each(k, [&](i64 i, i64 m) {
         vec shifted = load(x + i, m) * factor + 12582912.0f;  // the low bits of the mantissa are the rounded integer
         ivec value = (ivec)shifted - 0x4b400000;
         sums += value;
-        for (i64 j = 0; j < m; ++j) q[i + j] = int8_t(value[j]);
+        qvec narrow = __builtin_convertvector(__builtin_convertvector(value, svec), qvec);
+        if (m == LANES)
+            memcpy(q + i, &narrow, sizeof narrow);
+        else
+            memcpy(q + i, &narrow, m);
     });
-    *total = 0;
-    for (int j = 0; j < LANES; ++j) *total += sums[j];
+    *total = over_lanes(sums, [](ivec a, ivec b) FLAT { return a + b; })[0];
     return amax / 127.0f;
 }
 
@@ -827,7 +842,7 @@ INLINE void rope_row(const float* x, i64 d, float factor, const float* gamma, co
     each(keep, [&](i64 i, i64 m) { store(out + i, scaled(i, m), m); });
     each(r, [&](i64 i, i64 m) {
         vec v = scaled(keep + i, m);
-        vec w = swap_pairs(v, Lanes{});
+        vec w = swap_lanes<1>(v, Lanes{});
         store(out + keep + i, v * load(turn + i, m) + w * load(turn + r + i, m), m);
     });
 }
@@ -885,6 +900,14 @@ template <class F> INLINE Best best_of(i64 count, const F& at) {
 
 constexpr i64 MAX_STREAMS = 8;
 
+// Calls f with the number of streams as a constant if it is the released one, so that loops over streams unroll.
+template <class F> INLINE void with_streams(i64 m, const F& f) {
+    if (m == 4)
+        f(std::integral_constant<i64, 4>{});
+    else
+        f(m);
+}
+
 // mix[c][lane] = the logits of the LANES tokens from t on: streams . fn, over the root mean square of all streams.
 INLINE void mix_logits(const float* streams, i64 t, i64 n, i64 size, const float* fn, i64 rows, float eps, vec* mix) {
     const float *xs[LANES], *ws[(MAX_STREAMS + 2) * MAX_STREAMS];
@@ -900,10 +923,14 @@ INLINE void mix_logits(const float* streams, i64 t, i64 n, i64 size, const float
 
 // sum_i weight[i][lane] * stream i of one token, rounded to `dtype` and kept in float.
 INLINE void collapse(const float* streams, i64 m, i64 d, const vec* weight, i64 lane, i64 dtype, float* out) {
-    each(d, [&](i64 i, i64 n) {
-        vec total = {};
-        for (i64 s = 0; s < m; ++s) total = fma(splat(weight[s][lane]), load(streams + s * d + i, n), total);
-        store(out + i, dtype == BF16 ? round_bf16(total) : total, n);
+    float share[MAX_STREAMS];
+    for (i64 s = 0; s < m; ++s) share[s] = weight[s][lane];
+    with_streams(m, [&](auto count) FLAT {
+        each(d, [&](i64 i, i64 n) FLAT {
+            vec total = {};
+            for (i64 s = 0; s < count; ++s) total = fma(splat(share[s]), load(streams + s * d + i, n), total);
+            store(out + i, dtype == BF16 ? round_bf16(total) : total, n);
+        });
     });
 }
 
@@ -1041,8 +1068,8 @@ template <class T> void compress(Args a) {
     });
 }
 
-template <int H, int... J> INLINE vec butterfly(vec v, std::integer_sequence<int, J...>) {
-    return SHUFFLE(v, v, (J ^ H)...) + v * vec{(J & H ? -1.0f : 1.0f)...};
+template <int H, int... J> INLINE vec butterfly(vec v, std::integer_sequence<int, J...> lanes) {
+    return swap_lanes<H>(v, lanes) + v * vec{(J & H ? -1.0f : 1.0f)...};
 }
 
 template <int H> INLINE vec butterflies(vec v) {
@@ -1215,8 +1242,8 @@ template <class K> void index_topk(Args a) {
 }
 
 // out[h, :] = sum_j p[h][j] * keys[j][:] for R heads (the last repeated past `count`) and `width` channels from `from` on.
-template <int R, int V, class K>
-INLINE void weigh(const float* const* p, i64 count, const K* const* keys, i64 n, i64 from, i64 width, float* out, i64 ld) {
+template <int R, int V>
+INLINE void weigh(const float* const* p, i64 count, const float* const* keys, i64 n, i64 from, i64 width, float* out, i64 ld) {
     vec acc[R][V] = {};
     const float* ps[R];
     for (int r = 0; r < R; ++r) ps[r] = p[std::min<i64>(r, count - 1)];
@@ -1229,7 +1256,70 @@ INLINE void weigh(const float* const* p, i64 count, const K* const* keys, i64 n,
         for (int v = 0; v < V; ++v) store(out + r * ld + from + v * LANES, acc[r][v], V > 1 ? LANES : width);
 }
 
-// K: dtype of q, keys and the result.
+INLINE i64 round16(i64 n) { return (n + 15) / 16 * 16; }
+
+// Turns `n` rows of d floats into groups of 16 side by side, [groups, d, 16]; the last row fills the last group.
+void turn_rows(const float* const* rows, i64 n, i64 d, float* groups) {
+    for (i64 first = 0; first < n; first += PANEL, groups += PANEL * d)
+        for (i64 g = 0; g < PANEL; g += LANES) {
+            const float* at[LANES];
+            for (i64 j = 0; j < LANES; ++j) at[j] = rows[std::min(first + g + j, n - 1)];
+            for (i64 i = 0; i < d; i += LANES) {
+                i64 count = std::min<i64>(LANES, d - i);
+                vec block[LANES];
+                for (int j = 0; j < LANES; ++j) block[j] = load(at[j] + i, count);
+                transpose(block);
+                for (i64 j = 0; j < count; ++j) store(groups + (i + j) * PANEL + g, block[j]);
+            }
+        }
+}
+
+// out[r][c]: x[r] . turned row c, channel after channel, for R rows of x and G groups.
+template <int R, int G>
+INLINE void score_tile(const float* const* x, i64 rows, const float* groups, i64 d, float* out, i64 ld) {
+    const float* xs[R];
+    for (int r = 0; r < R; ++r) xs[r] = x[std::min<i64>(r, rows - 1)];
+    vec acc[R][G][PARTS] = {};
+    for (i64 i = 0; i < d; ++i) {
+        vec key[G][PARTS];
+        for (int g = 0; g < G; ++g)
+            for (int v = 0; v < PARTS; ++v) key[g][v] = load(groups + (g * d + i) * PANEL + v * LANES);
+        for (int r = 0; r < R; ++r) {
+            vec xv = splat(xs[r][i]);
+            for (int g = 0; g < G; ++g)
+                for (int v = 0; v < PARTS; ++v) acc[r][g][v] = fma(xv, key[g][v], acc[r][g][v]);
+        }
+    }
+    for (i64 r = 0; r < std::min<i64>(R, rows); ++r)
+        for (int g = 0; g < G; ++g)
+            for (int v = 0; v < PARTS; ++v) store(out + r * ld + g * PANEL + v * LANES, acc[r][g][v]);
+}
+
+void score_rows(const float* const* x, i64 rows, const float* groups, i64 count, i64 d, float* out, i64 ld) {
+    constexpr int R = LANES == 16 ? 8 : 4;
+    for (i64 r = 0; r < rows; r += R) {
+        i64 g = 0;
+        for (; LANES == 16 && g + 2 <= count; g += 2)
+            score_tile<R, 2>(x + r, rows - r, groups + g * d * PANEL, d, out + r * ld + g * PANEL, ld);
+        for (; g < count; ++g) score_tile<R, 1>(x + r, rows - r, groups + g * d * PANEL, d, out + r * ld + g * PANEL, ld);
+    }
+}
+
+// Rows of pools as floats: pointers into a pool of floats, or copies of bf16 rows.
+struct FloatKeys {
+    const float** at;
+    float* copies;
+    i64 d, count;
+    void add(const float* row) { at[count++] = row; }
+    void add(const bf16* row) {
+        copy_row(copies + count * d, row, d);
+        at[count] = copies + count * d;
+        ++count;
+    }
+};
+
+// K: dtype of q, keys and the result. Tokens whose windows are one list, or each the last one's moved on by a row, form a run:
+// its keys are gathered and turned once. What a token gets does not depend on the run: scores are by key, sums by token.
 template <class K> void attention(Args a) {
     auto q = a.tensor<const K>(), kv = a.tensor<const K>();
     auto kv_rows = a.tensor<const i32>();
@@ -1244,62 +1334,122 @@ template <class K> void attention(Args a) {
     i64 turn_dtype = a.size();
     float scale = a.real();
     constexpr int R = LANES == 8 ? 2 : 4, V = 4;
-    i64 most = (width + entry_width + 15) / 16 * 16;
-    parallel(n, double(width + entry_width) * heads * d / 8, [&](i64 begin, i64 end) {
-        SCRATCH(const K*, keys, most);
-        SCRATCH(float, scores, heads* most);
-        SCRATCH(float, queries, heads* d);
+    const i64 block = clamp((n + thread_limit - 1) / thread_limit, 1, clamp(64 / heads, 1, 8));
+    const i64 window_most = round16(width + block - 1), most = window_most + round16(entry_width);
+
+    auto window_of = [=](i64 t) { return kv_rows + t / (n / kv_lead) * width; };
+    auto entries_of = [=](i64 t) { return entry_rows + t / (n / entry_lead) * entry_width; };
+    auto entries_seen = [=](i64 t) {
+        return !entries ? 0 : entry_count ? clamp(entry_count[t], 0, entry_width) : entry_width;
+    };
+    // Tokens t .. t+m-1, whose windows move on by `shift` rows from one to the next.
+    auto run = [=](i64 t, i64 m, i64 shift) {
+        SCRATCH(const float*, pointers, most + entry_width);
+        SCRATCH(float, copies, most* d);
+        SCRATCH(float, turned, most* d);
+        SCRATCH(i64, before, width + block);
+        SCRATCH(float, queries, m * heads * d);
+        SCRATCH(float, scores, m * heads * most);
+        SCRATCH(float, shares, heads * (most + 16));
         SCRATCH(float, result, heads* d);
         SCRATCH(float, total, heads);
         SCRATCH(float, turn, 2 * r);
-        SCRATCH(const float*, q_at, heads);
+        SCRATCH(const float*, q_at, m * heads);
         SCRATCH(const float*, p_at, heads);
-        for (i64 t = begin; t < end; ++t) {
-            i64 count = 0;
-            auto gather = [&](const K* from, i64 ld, i64 rows, const i32* at, i64 m) {
-                for (i64 j = 0; j < m; ++j)
-                    if (inside(at[j], rows)) keys[count++] = from + at[j] * ld;
-            };
-            gather(kv, ld_pool, pool, kv_rows + t / (n / kv_lead) * width, width);
-            if (entries)
-                gather(entries, ld_entries, entry_pool, entry_rows + t / (n / entry_lead) * entry_width,
-                       entry_count ? clamp(entry_count[t], 0, entry_width) : entry_width);
-            for (i64 h = 0; h < heads; ++h) {
-                q_at[h] = queries + h * d;
-                p_at[h] = scores + h * most;
-                copy_row(queries + h * d, q + t * ldq + h * ldq_head, d);
+        SCRATCH(const float*, own, most);
+        FloatKeys keys{pointers, copies, d, 0};
+        const i32* first = window_of(t);
+        for (i64 j = 0; j < width + shift * (m - 1); ++j) {
+            i64 row = j < width ? first[j] : window_of(t + j - width + 1)[width - 1];
+            before[j] = keys.count;
+            if (inside(row, pool)) keys.add(kv + row * ld_pool);
+        }
+        before[width + shift * (m - 1)] = keys.count;
+        const i64 base = round16(keys.count);
+
+        auto gather_entries = [&](const i32* list, i64 count, FloatKeys& to) {
+            for (i64 j = 0; j < count; ++j)
+                if (inside(list[j], entry_pool)) to.add(entries + list[j] * ld_entries);
+        };
+        // One list of entries serves all if each token's is the beginning of the longest.
+        i64 longest = t;
+        for (i64 i = t; i < t + m; ++i)
+            if (entries_seen(i) > entries_seen(longest)) longest = i;
+        const i64 seen = entries_seen(longest);
+        bool shared = true;
+        for (i64 i = t; i < t + m && shared && seen; ++i)
+            shared = entries_of(i) == entries_of(longest) || !memcmp(entries_of(i), entries_of(longest), entries_seen(i) * 4);
+        for (i64 j = 0; j < seen && shared && m > 1; ++j) shared = inside(entries_of(longest)[j], entry_pool);
+        FloatKeys extra{pointers + base, copies + base * d, d, 0};
+        if (shared && seen) gather_entries(entries_of(longest), seen, extra);
+
+        for (i64 i = 0; i < m * heads; ++i) {
+            q_at[i] = queries + i * d;
+            copy_row(queries + i * d, q + (t + i / heads) * ldq + i % heads * ldq_head, d);
+        }
+        auto score = [&](const FloatKeys& rows, i64 from, i64 i, i64 tokens) {
+            turn_rows(rows.at, rows.count, d, turned + from * d);
+            score_rows(q_at + i * heads, tokens * heads, turned + from * d, round16(rows.count) / PANEL, d,
+                       scores + i * heads * most + from, most);
+        };
+        score(keys, 0, 0, m);
+        if (shared) score(extra, base, 0, m);
+        for (i64 i = 0; i < m; ++i) {
+            if (!shared) {
+                extra.count = 0;
+                gather_entries(entries_of(t + i), entries_seen(t + i), extra);
+                score(extra, base, i, 1);
             }
-            dots(Rows<K>{q_at}, heads, keys, count, d, scores, most);
+            const i64 begin = before[shift * i], near = before[shift * i + width] - begin;
+            const i64 far = shared && m > 1 ? entries_seen(t + i) : extra.count, count = near + far;
+            std::copy(keys.at + begin, keys.at + begin + near, own);
+            std::copy(extra.at, extra.at + far, own + near);
             for (i64 h = 0; h < heads; ++h) {
-                float* s = scores + h * most;
+                const float* found = scores + (i * heads + h) * most;
+                float* s = shares + h * (most + 16);
+                p_at[h] = s;
+                auto scaled = [&](const float* from, i64 number, float* to) {  // and some more past the last
+                    each(number, [&](i64 j, i64) { store(to + j, load(from + j) * scale); });
+                };
+                scaled(found + begin, near, s);
+                scaled(found + base, far, s + near);
+                for (i64 j = 0; j < 16; j += LANES) store(s + count + j, splat(-INFINITY));
                 vec tops = splat(sink[h]);
-                for (i64 j = count; j < (count + 15) / 16 * 16; ++j) s[j] = -INFINITY;
-                each((count + 15) / 16 * 16, [&](i64 j, i64) {
-                    vec v = load(s + j) * scale;
-                    store(s + j, v);
-                    tops = max(tops, v);
-                });
-                float top = tops[0];
-                for (int j = 1; j < LANES; ++j) top = std::max(top, tops[j]);
-                total[h] = exp(sink[h] - top) + sum((count + 15) / 16 * 16, [&](i64 j, i64, vec acc) {
+                each(round16(count), [&](i64 j, i64) { tops = max(tops, load(s + j)); });
+                float top = greatest(tops);
+                total[h] = exp(sink[h] - top) + sum(round16(count), [&](i64 j, i64, vec acc) {
                     vec p = exp(load(s + j) - top);
                     store(s + j, rounded<K>(p));
                     return acc + p;
                 });
             }
             for (i64 h = 0; h < heads; h += R) {
-                i64 i = 0, these = std::min<i64>(R, heads - h);
-                for (; i + V * LANES <= d; i += V * LANES) weigh<R, V>(p_at + h, these, keys, count, i, d, result + h * d, d);
-                for (; i < d; i += LANES)
-                    weigh<R, 1>(p_at + h, these, keys, count, i, std::min<i64>(LANES, d - i), result + h * d, d);
+                i64 c = 0, these = std::min<i64>(R, heads - h);
+                for (; c + V * LANES <= d; c += V * LANES) weigh<R, V>(p_at + h, these, own, count, c, d, result + h * d, d);
+                for (; c < d; c += LANES)
+                    weigh<R, 1>(p_at + h, these, own, count, c, std::min<i64>(LANES, d - c), result + h * d, d);
             }
-            expand_turn(cos_sin, turn_dtype, t * ldc, r, -1.0f, turn);
+            expand_turn(cos_sin, turn_dtype, (t + i) * ldc, r, -1.0f, turn);
             for (i64 h = 0; h < heads; ++h) {
                 float* x = result + h * d;
-                each(d, [&](i64 i, i64 m) { store(x + i, load(x + i, m) / total[h], m); });
-                rope_row(x, d, 1.0f, nullptr, turn, r, out + (t * heads + h) * d);
+                each(d, [&](i64 c, i64 w) { store(x + c, load(x + c, w) / total[h], w); });
+                rope_row(x, d, 1.0f, nullptr, turn, r, out + ((t + i) * heads + h) * d);
             }
         }
+    };
+    auto shift_to = [=](i64 t) -> i64 {  // from the window of t - 1; -1 if it is another list
+        if (window_of(t) == window_of(t - 1)) return 0;
+        return memcmp(window_of(t), window_of(t - 1) + 1, (width - 1) * 4) ? -1 : 1;
+    };
+    parallel((n + block - 1) / block, double(block) * (width + entry_width) * heads * d / 8, [=](i64 begin, i64 end) {
+        for (i64 b = begin; b < end; ++b)
+            for (i64 t = b * block, stop = std::min(n, t + block), next; t < stop; t = next) {
+                next = t + 1;
+                i64 shift = next < stop ? shift_to(next) : 0;
+                if (shift >= 0)
+                    while (next < stop && shift_to(next) == shift) ++next;
+                run(t, next - t, std::max<i64>(shift, 0));
+            }
     });
 }
 
@@ -1682,16 +1832,21 @@ void dsv4_hc_post(const Call* c) {
     i64 n = a.size(), m = a.size(), d = a.size(), ldy = a.size();
     FloatRows rows = float_rows<float>(y, a.size(), n, d, ldy);
     parallel(n, double(d) * m * m / 8, [&](i64 begin, i64 end) {
-        for (i64 t = begin; t < end; ++t)
-            each(d, [&](i64 i, i64 w) {
-                vec in[MAX_STREAMS], add = load(rows[t] + i, w);
-                for (i64 s = 0; s < m; ++s) in[s] = load(streams + (t * m + s) * d + i, w);
-                for (i64 o = 0; o < m; ++o) {
-                    vec total = add * post[t * m + o];
-                    for (i64 s = 0; s < m; ++s) total = fma(splat(comb[(t * m + s) * m + o]), in[s], total);
-                    store(out + (t * m + o) * d + i, total, w);
-                }
-            });
+        with_streams(m, [&](auto count) FLAT {
+            for (i64 t = begin; t < end; ++t) {
+                float mix[MAX_STREAMS * MAX_STREAMS];
+                memcpy(mix, comb + t * m * m, m * m * sizeof(float));
+                each(d, [&](i64 i, i64 w) FLAT {
+                    vec in[MAX_STREAMS], add = load(rows[t] + i, w);
+                    for (i64 s = 0; s < count; ++s) in[s] = load(streams + (t * count + s) * d + i, w);
+                    for (i64 o = 0; o < count; ++o) {
+                        vec total = add * post[t * count + o];
+                        for (i64 s = 0; s < count; ++s) total = fma(splat(mix[s * count + o]), in[s], total);
+                        store(out + (t * count + o) * d + i, total, w);
+                    }
+                });
+            }
+        });
     });
 }
 
