@@ -198,6 +198,7 @@ def narrow_indices(graph: Any) -> None:
     for op in graph.op:
         if op.type in _TAKES_INDICES and op.input[1] in wide:
             op.input[1] = wide[op.input[1]]
+            op.input_desc[1].dtype = _INT32
     bypassed = [
         op for op in graph.op
         if op.type == "Cast" and op.name not in kept and op.output_desc[0].dtype == _INT32 and op.input[0] in wide
