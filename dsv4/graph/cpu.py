@@ -25,7 +25,10 @@ def native_machine() -> Machine:
     """The fused kernels of this host. Raises PlatformError where they cannot be built."""
     from dsv4.ops import cpu
 
-    return Machine(kernels=cpu.KERNELS, call=cpu.CALL_DTYPE, run=cpu.library().dsv4_run)
+    library = cpu.library()
+    return Machine(
+        kernels=cpu.KERNELS, call=cpu.CALL_DTYPE, run=library.dsv4_run_sections, parts=torch.get_num_threads()
+    )
 
 
 class CpuLowered(Lowered):
@@ -155,8 +158,11 @@ class TapeRunner:
         ]
 
     def _native(self, part: range) -> Callable[[], None]:
-        run, address = self.machine.run, self._records.ctypes.data + part.start * self._records.itemsize
-        return lambda: run(address, len(part), torch.get_num_threads())
+        some = self.tape.sections[part.start : part.stop]
+        pairs = np.ascontiguousarray(some[:, :2])
+        first = self._records.ctypes.data + int(some[0, 2]) * self._records.itemsize
+        run, sections, count = self.machine.run, pairs.ctypes.data, len(pairs)
+        return lambda keep=pairs: run(first, sections, count, torch.get_num_threads())
 
     def __call__(self, leaves: Sequence[Tensor]) -> list[Tensor]:
         if self._linked is not self.arena.buffer:

@@ -20,6 +20,7 @@ from dsv4.errors import CaptureError
 from dsv4.graph.arena import Block, place, round_up
 from dsv4.graph.nodes import is_view, nodes_in, op_name, storage, tensors_in, written_nodes
 from dsv4.graph.record import source
+from dsv4.graph.sections import Arguments, Section, Split, sections
 from dsv4.graph.stages import Traced
 from dsv4.graph.text import layout_text
 
@@ -43,15 +44,21 @@ class Kernel(Protocol):
     symbol: str
     fn_address: int
     pack: Callable[[Sequence[Any], Any], Launch]
+    split: Split | None
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What runs a tape. `call`: layout of a record (fields fn, ptr, i, f); `run(address, records, threads)`."""
+    """What runs a tape. `call`: layout of a record (fields fn, ptr, i, f; fn 0 does nothing).
+
+    run(records, sections, count, threads): addresses of the first record and of `count` pairs (calls of a part, parts).
+    parts: how many parts a section of split calls has.
+    """
 
     kernels: Mapping[Any, Kernel]
     call: np.dtype
-    run: Callable[[int, int, int], None]
+    run: Callable[[int, int, int, int], None]
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -98,13 +105,15 @@ class Entry:
 class Tape:
     """Calls over homes. `records` lack addresses: pointer p of call c is base[homes[c, p]] + offsets[c, p].
 
-    segments: the order of execution, ranges of `records` or an EagerCall. arena_bytes is what the arena needs, unshared_bytes
+    sections [n, 3] int64: calls of a part, parts, first record. Records of a section lie part by part.
+    segments: the order of execution, ranges of `sections` or an EagerCall. arena_bytes is what the arena needs, unshared_bytes
     what intermediates would need without reuse, folded the number of nodes that are pure address arithmetic.
     """
 
     records: np.ndarray
     homes: np.ndarray
     offsets: np.ndarray
+    sections: np.ndarray
     segments: tuple[range | EagerCall, ...]
     results: tuple[Place, ...]
     entries: tuple[Entry, ...]
@@ -128,9 +137,12 @@ class Tape:
 
 
 class _Homes:
-    """Where every storage lives: inputs and constants first, then blocks placed by liveness."""
+    """Where every storage lives: inputs and constants first, then blocks placed by liveness.
 
-    def __init__(self, traced: Traced, steps: Sequence[Node]) -> None:
+    Calls of a split section happen at one time: no part knows how far the others are, so nothing is reused within it.
+    """
+
+    def __init__(self, traced: Traced, parts: Sequence[Section]) -> None:
         graph = traced.graph
         self.of: dict[int, tuple[int, int]] = {}
         fixed = [node for node in graph.nodes if node.op == "placeholder"]
@@ -141,14 +153,15 @@ class _Homes:
                 index = len(traced.args_info) + constants.index(node.target)
             self.of[storage(node.meta["val"])] = (FIRST_INPUT + index, 0)
         spans: dict[int, list[int]] = {}  # storage -> size, first and last step
-        for at, node in enumerate(steps):
+        times = _times(parts)
+        for at, node in times:
             for x in tensors_in([arg.meta["val"] for arg in nodes_in((node.args, node.kwargs))] + [node.meta["val"]]):
                 key = storage(x)
                 if key not in self.of:
                     spans.setdefault(key, [x.untyped_storage().nbytes(), at, at])[2] = at
         for x in graph.output_node().meta["val"]:
             if storage(x) in spans:
-                spans[storage(x)][2] = len(steps)
+                spans[storage(x)][2] = len(times)
         blocks = [Block(*span) for span in spans.values()]
         offsets, self.arena_bytes = place(blocks)
         self.unshared_bytes = sum(round_up(block.size) for block in blocks)
@@ -159,32 +172,92 @@ class _Homes:
         return Place(home, offset + x.storage_offset() * x.itemsize, x.shape, x.stride(), x.dtype)
 
 
+def _times(parts: Sequence[Section]) -> list[tuple[int, Node]]:
+    """When each node happens: calls one after the other, those of a split section at once."""
+    times: list[tuple[int, Node]] = []
+    now = 0
+    for section in parts:
+        for node in section.nodes:
+            times.append((now, node))
+            now += not section.split
+        now += section.split
+    return times
+
+
+class _Launches:
+    """Launches in the order of records, and the sections they make."""
+
+    def __init__(self, label: str, kernels: Mapping[Any, Kernel]) -> None:
+        self.label, self._kernels = label, kernels
+        self.all: list[tuple[Kernel, Launch] | None] = []
+        self.sections: list[tuple[int, int, int]] = []
+
+    def one(self, node: Node, joins: bool) -> None:
+        """A call on all threads; it may join the section before it if that is of such calls."""
+        self.all.append(self._pack(node, _full_arguments(node), _results(node)))
+        if joins and self.sections[-1][1] == 1:
+            count, parts, first = self.sections[-1]
+            self.sections[-1] = (count + 1, parts, first)
+        else:
+            self.sections.append((1, 1, len(self.all) - 1))
+
+    def split(self, section: Section) -> None:
+        """Calls part by part."""
+        first = len(self.all)
+        calls = [
+            call.parts(_full_arguments(node), _results(node))
+            for node, call in zip(section.nodes, section.calls, strict=True)
+        ]
+        parts = 0
+        for part in zip(*calls, strict=True):
+            parts += 1
+            self.all += [
+                None if given is None else self._pack(node, *given)
+                for node, given in zip(section.nodes, part, strict=True)
+            ]
+        self.sections.append((len(section.nodes), parts, first))
+
+    def _pack(self, node: Node, args: Arguments, outs: Sequence[Tensor]) -> tuple[Kernel, Launch]:
+        kernel = self._kernels[node.target]
+        try:
+            return kernel, kernel.pack(args, outs)
+        except (AssertionError, TypeError, ValueError, RuntimeError) as error:
+            raise CaptureError(f"{self.label}: {op_name(node)} cannot run here: {error} ({source(node)})") from error
+
+
 def build_tape(traced: Traced, machine: Machine) -> Tape:
     """Compiles a captured graph for a machine. Raises CaptureError where a kernel cannot take an operator's arguments."""
     nodes = [node for node in traced.graph.nodes if node.op == "call_function"]
-    steps = [node for node in nodes if not is_view(node)]
-    homes = _Homes(traced, steps)
-    launches: list[tuple[Kernel, Launch]] = []
+    steps = [node for node in nodes if not is_view(node) and node.target not in _ALLOCATIONS]
+    known = [(node, _full_arguments(node) if node.target in machine.kernels else (), _results(node)) for node in steps]
+    shape = traced.program.shape
+    threads = min(machine.parts, shape.rows * shape.query_len)
+    parts = sections(known, machine.kernels, shape.rows, threads)
+    homes = _Homes(traced, parts)
+    launches = _Launches(traced.label, machine.kernels)
     segments: list[range | EagerCall] = []
     entries: list[Entry] = []
-    for node in steps:
-        if node.target in _ALLOCATIONS:
-            continue
-        kernel = machine.kernels.get(node.target)
-        if kernel is None:
-            segments.append(_eager(node, homes))
-        else:
-            launches.append((kernel, _launch(traced.label, node, kernel)))
-            if segments and isinstance(segments[-1], range):
-                segments[-1] = range(segments[-1].start, len(launches))
+    for section in parts:
+        if section.split:
+            launches.split(section)
+        for node in section.nodes:
+            native = node.target in machine.kernels
+            goes_on = bool(segments) and isinstance(segments[-1], range)
+            if native and not section.split:
+                launches.one(node, goes_on)
+            if not native:
+                segments.append(_eager(node, homes))
+            elif goes_on:
+                segments[-1] = range(segments[-1].start, len(launches.sections))
             else:
-                segments.append(range(len(launches) - 1, len(launches)))
-        entries.append(_entry(node, kernel is not None, homes))
+                segments.append(range(len(launches.sections) - 1, len(launches.sections)))
+            entries.append(_entry(node, native, homes))
     fresh = [result.fresh for result in traced.out_info if result.dtype is not None]
     results = [x for x, wanted in zip(traced.graph.output_node().meta["val"], fresh, strict=True) if wanted]
-    records, where, offsets = _records(traced.label, launches, homes, machine.call)
+    records, where, offsets = _records(traced.label, launches.all, homes, machine.call)
     return Tape(
         records=records, homes=where, offsets=offsets, segments=tuple(segments),
+        sections=np.array(launches.sections, dtype=np.int64).reshape(-1, 3),
         results=tuple(homes.place(x) for x in results), entries=tuple(entries), arena_bytes=homes.arena_bytes,
         unshared_bytes=homes.unshared_bytes, folded=len(nodes) - len(entries),
     )  # fmt: skip
@@ -198,23 +271,22 @@ def _full_arguments(node: Node) -> list[Any]:
     return list(map_aggregate(given, lambda value: value.meta["val"] if isinstance(value, Node) else value))
 
 
-def _launch(label: str, node: Node, kernel: Kernel) -> Launch:
+def _results(node: Node) -> tuple[Tensor, ...]:
     value = node.meta["val"]
-    outs = tuple(value) if isinstance(value, (tuple, list)) else () if value is None else (value,)
-    try:
-        return kernel.pack(_full_arguments(node), outs)
-    except (AssertionError, TypeError, ValueError, RuntimeError) as error:
-        raise CaptureError(f"{label}: {op_name(node)} cannot run here: {error} ({source(node)})") from error
+    return tuple(value) if isinstance(value, (tuple, list)) else () if value is None else (value,)
 
 
 def _records(
-    label: str, launches: Sequence[tuple[Kernel, Launch]], homes: _Homes, call: np.dtype
+    label: str, launches: Sequence[tuple[Kernel, Launch] | None], homes: _Homes, call: np.dtype
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Call records without addresses, and the home and offset of each of their pointers."""
     records = np.zeros(len(launches), dtype=call)
     shape = records["ptr"].shape
     where, offsets = np.full(shape, NULL, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-    for row, (kernel, launch) in enumerate(launches):
+    for row, made in enumerate(launches):
+        if made is None:  # a part without rows
+            continue
+        kernel, launch = made
         for field, values in (("ptr", launch.pointers), ("i", launch.ints), ("f", launch.floats)):
             if len(values) > call[field].shape[0]:
                 raise CaptureError(

@@ -96,7 +96,8 @@ def load(path: Path) -> ctypes.CDLL:
     except OSError as error:
         raise PlatformError(f"cannot load the CPU kernels: {error}") from None
     library.dsv4_run.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
-    library.dsv4_run.restype = None
+    library.dsv4_run_sections.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
+    library.dsv4_run.restype = library.dsv4_run_sections.restype = None
     return library
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
+from dsv4.graph.sections import Split
 from dsv4.ops import cpu_build
 
 POINTERS, INTS, FLOATS = 20, 24, 8
@@ -44,6 +45,7 @@ class Kernel:
     symbol: str
     outputs: Callable[..., Outputs]
     fill: Callable[..., Launch]
+    split: Split | None = None
 
     @property
     def fn_address(self) -> int:
@@ -76,9 +78,25 @@ def encode(address: int, launch: Launch) -> bytes:
     return CALL.pack(address, *pointers, *pad[0], *launch.ints, *pad[1], *launch.floats, *pad[2])
 
 
-def kernel(name: str, schema: str, *, outputs: Callable[..., Outputs], fill: Callable[..., Launch]) -> None:
-    """Registers `dsv4::name`, one opaque operator with a fake form, run by the C function `dsv4_<name>`."""
-    spec = Kernel(f"dsv4_{name}", outputs, fill)
+def kernel(
+    name: str,
+    schema: str,
+    *,
+    outputs: Callable[..., Outputs],
+    fill: Callable[..., Launch],
+    rows: str = "",
+    lines: str = "",
+    weights: str = "",
+) -> None:
+    """Registers `dsv4::name`, one opaque operator with a fake form, run by the C function `dsv4_<name>`.
+
+    rows, lines, weights: names of arguments as in `graph.sections.Split`; without `rows` a call is never split.
+    """
+    _LIBRARY.define(f"{name}{schema}")
+    overload = getattr(torch.ops.dsv4, name).default
+    names = [argument.name for argument in overload._schema.arguments]
+    split = Split(*(tuple(names.index(n) for n in group.split()) for group in (rows, lines, weights))) if rows else None
+    spec = Kernel(f"dsv4_{name}", outputs, fill, split)
 
     def result(outs: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...] | None:
         return outs if len(outs) > 1 else outs[0] if outs else None
@@ -92,10 +110,9 @@ def kernel(name: str, schema: str, *, outputs: Callable[..., Outputs], fill: Cal
     def fake(*args: Any) -> Any:
         return result(spec.allocate(args))
 
-    _LIBRARY.define(f"{name}{schema}")
     _LIBRARY.impl(name, run, "CPU")
     torch.library.register_fake(f"dsv4::{name}", fake, lib=_LIBRARY)
-    KERNELS[getattr(torch.ops.dsv4, name).default] = spec
+    KERNELS[overload] = spec
 
 
 # ---- what `fill` asks of tensors ----------------------------------------------------------------------------------------

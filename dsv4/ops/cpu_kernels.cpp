@@ -243,7 +243,7 @@ INLINE vec log1p(vec x) {
 
 // ---- threads and scratch ------------------------------------------------------------------------------------------------
 
-constexpr double FORK_COST = 2000;  // vector operations that pay for one more thread
+constexpr double FORK_COST = 1500;  // vector operations that pay for one more thread
 
 INLINE void relax() {
 #if defined(__x86_64__)
@@ -260,59 +260,89 @@ class Pool {
     using Body = void (*)(const void* context, i64 begin, i64 end);
 
     void run(int threads, i64 n, i64 step, Body body, const void* context) {
-        std::unique_lock<std::mutex> alone(caller_, std::try_to_lock);
-        if (!alone) return body(context, 0, n);  // another Python thread is using the helpers
-        for (; helpers_ < threads - 1; ++helpers_) std::thread(&Pool::help, this, uint64_t(helpers_)).detach();
-        body_ = body, context_ = context, n_ = n, step_ = step;
-        next_.store(0, std::memory_order_relaxed);
-        state_.store(((state_.load(std::memory_order_relaxed) >> 32) + 1) << 32 | uint64_t(threads - 1) << 16 | OPEN);
+        if (busy_.test_and_set(std::memory_order_acquire))
+            return body(context, 0, n);  // another Python thread is using the helpers
+        for (; helpers_ < threads - 1; ++helpers_) std::thread(&Pool::help, this, helpers_).detach();
+        step = std::max(step, (n + INDEX - 1) / INDEX);
+        const i64 pieces = (n + step - 1) / step;
+        job_.body.store(body, std::memory_order_relaxed);
+        job_.context.store(context, std::memory_order_relaxed);
+        job_.n.store(n, std::memory_order_relaxed);
+        job_.step.store(step, std::memory_order_relaxed);
+        job_.helpers.store(threads - 1, std::memory_order_relaxed);
+        done_.store(0, std::memory_order_relaxed);
+        uint64_t claim = ((job_.claim.load(std::memory_order_relaxed) >> 32) + 1) << 32 | uint64_t(pieces) << 16;
+        job_.claim.store(claim | 1);  // the first piece is the caller's
         if (sleepers_.load()) {
             std::lock_guard<std::mutex> lock(sleep_);
             wake_.notify_all();
         }
-        work();
-        state_.fetch_and(~OPEN);
-        for (int spins = 0; state_.load(std::memory_order_acquire) & INSIDE; ++spins)
+        i64 own = 1;
+        body(context, 0, std::min(step, n));
+        for (claim = job_.claim.load(); available(claim);)
+            if (job_.claim.compare_exchange_weak(claim, claim + 1)) {
+                i64 at = i64(claim & INDEX) * step;
+                body(context, at, std::min(at + step, n));
+                ++own;
+                claim = job_.claim.load();
+            }
+        for (int spins = 0; done_.load(std::memory_order_acquire) != pieces - own; ++spins)
             spins < 4000 ? relax() : std::this_thread::yield();
+        busy_.clear(std::memory_order_release);
     }
 
   private:
-    // state_: job number << 32 | helpers wanted << 16 | OPEN | helpers inside
-    static constexpr uint64_t OPEN = 1 << 15, INSIDE = OPEN - 1;
+    static constexpr i64 INDEX = 0xffff;
 
-    void work() {
-        for (i64 at; (at = next_.fetch_add(step_, std::memory_order_relaxed)) < n_;)
-            body_(context_, at, std::min(at + step_, n_));
+    // claim: number of the job << 32 | its pieces << 16 | the next one. The rest is read before a piece is claimed, and belongs
+    // to the piece if the claim succeeds: it changes only when none is left.
+    struct alignas(64) Job {
+        std::atomic<uint64_t> claim{0};
+        std::atomic<Body> body{nullptr};
+        std::atomic<const void*> context{nullptr};
+        std::atomic<i64> n{0}, step{1};
+        std::atomic<int> helpers{0};
+    };
+
+    static bool available(uint64_t claim) { return (claim & INDEX) < (claim >> 16 & INDEX); }
+
+    // Does one piece if there is one for helper `me`.
+    bool take(int me) {
+        uint64_t claim = job_.claim.load(std::memory_order_acquire);
+        if (!available(claim) || me >= job_.helpers.load(std::memory_order_relaxed)) return false;
+        Body body = job_.body.load(std::memory_order_relaxed);
+        const void* context = job_.context.load(std::memory_order_relaxed);
+        i64 n = job_.n.load(std::memory_order_relaxed), step = job_.step.load(std::memory_order_relaxed);
+        i64 at = i64(claim & INDEX) * step;
+        if (!job_.claim.compare_exchange_strong(claim, claim + 1)) return true;
+        body(context, at, std::min(at + step, n));
+        done_.fetch_add(1, std::memory_order_release);
+        return true;
     }
 
-    void help(uint64_t me) {
-        uint64_t seen = 0;
-        auto wanted = [&](uint64_t state) { return state >> 32 != seen && state & OPEN && (state >> 16 & 0xffff) > me; };
-        for (;;) {
-            for (int spins = 0; !wanted(state_.load()) && spins < 2000; ++spins) relax();
-            if (!wanted(state_.load())) {
+    void help(int me) {
+        for (int idle = 0;;) {
+            if (take(me)) {
+                idle = 0;
+            } else if (++idle < 3000) {
+                relax();
+            } else {
                 std::unique_lock<std::mutex> lock(sleep_);
-                ++sleepers_;
-                while (!wanted(state_.load())) wake_.wait(lock);
+                ++sleepers_;  // before looking once more: who publishes a job afterwards sees a sleeper
+                while (!available(job_.claim.load()) || me >= job_.helpers.load()) wake_.wait(lock);
                 --sleepers_;
+                idle = 0;
             }
-            uint64_t state = state_.load();
-            if (!wanted(state) || !state_.compare_exchange_strong(state, state + 1)) continue;
-            seen = state >> 32;
-            work();
-            state_.fetch_sub(1, std::memory_order_release);
         }
     }
 
-    std::mutex caller_, sleep_;
-    std::condition_variable wake_;
-    std::atomic<uint64_t> state_{0};
-    std::atomic<i64> next_{0};
+    Job job_;
+    alignas(64) std::atomic<uint64_t> done_{0};
+    alignas(64) std::atomic_flag busy_ = ATOMIC_FLAG_INIT;
     std::atomic<int> sleepers_{0};
+    std::mutex sleep_;
+    std::condition_variable wake_;
     int helpers_ = 0;
-    Body body_ = nullptr;
-    const void* context_ = nullptr;
-    i64 n_ = 0, step_ = 1;
 };
 
 Pool* pool = [] {  // never destroyed: helpers may outlive everything else
@@ -1296,13 +1326,17 @@ INLINE void score_tile(const float* const* x, i64 rows, const float* groups, i64
 }
 
 void score_rows(const float* const* x, i64 rows, const float* groups, i64 count, i64 d, float* out, i64 ld) {
-    constexpr int R = LANES == 16 ? 8 : 4;
-    for (i64 r = 0; r < rows; r += R) {
+    auto block = [&](i64 r, auto size) FLAT {
+        constexpr int R = decltype(size)::value;
         i64 g = 0;
         for (; LANES == 16 && g + 2 <= count; g += 2)
             score_tile<R, 2>(x + r, rows - r, groups + g * d * PANEL, d, out + r * ld + g * PANEL, ld);
         for (; g < count; ++g) score_tile<R, 1>(x + r, rows - r, groups + g * d * PANEL, d, out + r * ld + g * PANEL, ld);
-    }
+    };
+    i64 r = 0;
+    if constexpr (LANES == 16)
+        for (; rows - r > 4; r += 8) block(r, std::integral_constant<int, 8>{});
+    for (; r < rows; r += 4) block(r, std::integral_constant<int, 4>{});
 }
 
 // Rows of pools as floats: pointers into a pool of floats, or copies of bf16 rows.
@@ -1565,13 +1599,13 @@ template <class W> void moe(Args a) {
         hs = {h_at};
     }
 
-    double rows = double(routes) / std::max<i64>(pieces, 1) + 2;
-    i64 wide = (f + COLS - 1) / COLS;
+    const double rows = double(routes) / std::max<i64>(pieces, 1) + 2;
+    const i64 up_tasks = (f + COLS - 1) / COLS, down_tasks = (d + COLS - 1) / COLS;  // of a segment
     auto up_projection = [=](i64 begin, i64 end) {
         float gate[ROWS * COLS], up[ROWS * COLS];
         for (i64 task = begin; task < end; ++task) {
-            Segment s = segments[task / wide];
-            i64 c = task % wide * COLS, cols = std::min(COLS, f - c);
+            Segment s = segments[task / up_tasks];
+            i64 c = task % up_tasks * COLS, cols = std::min(COLS, f - c);
             Matrix<W> w = matrix(w13, s.expert, 2 * f, d);
             dots(xs.from(s.first), s.count, w, c, cols, d, gate, COLS);
             dots(xs.from(s.first), s.count, w, f + c, cols, d, up, COLS);
@@ -1586,20 +1620,15 @@ template <class W> void moe(Args a) {
                 });
         }
     };
-    parallel(pieces * wide, rows * COLS * d / (exact ? 32 : 8), up_projection);
-
-    if constexpr (exact) {
-        parallel(routes, double(f) / 4, [=](i64 begin, i64 end) {
+    auto quantise = [=](i64 begin, i64 end) {
+        if constexpr (exact)
             for (i64 p = begin; p < end; ++p)
                 h_scale[p] = quantise_row(hidden + p * f, f, h_int8 + p * f, h_sum + p) * share[p];
-        });
-    }
-
-    wide = (d + COLS - 1) / COLS;
+    };
     auto down_projection = [=](i64 begin, i64 end) {
         for (i64 task = begin; task < end; ++task) {
-            Segment s = segments[task / wide];
-            i64 c = task % wide * COLS, cols = std::min(COLS, d - c);
+            Segment s = segments[task / down_tasks];
+            i64 c = task % down_tasks * COLS, cols = std::min(COLS, d - c);
             float* at = result + s.first * d + c;
             dots(hs.from(s.first), s.count, matrix(w2, s.expert, d, f), c, cols, f, at, d);
             for (i64 r = 0; r < s.count; ++r)
@@ -1613,7 +1642,20 @@ template <class W> void moe(Args a) {
                 });
         }
     };
-    parallel(pieces * wide, rows * COLS * f / (exact ? 64 : 16), down_projection);
+    const double up_cost = rows * COLS * d / (exact ? 32 : 8), down_cost = rows * COLS * f / (exact ? 64 : 16);
+    if (pieces >= 2 * thread_limit) {  // a thread takes segments through both: one barrier
+        parallel(pieces, up_cost * up_tasks + down_cost * down_tasks, [=](i64 begin, i64 end) {
+            for (i64 s = begin; s < end; ++s) {
+                up_projection(s * up_tasks, (s + 1) * up_tasks);
+                quantise(segments[s].first, segments[s].first + segments[s].count);
+                down_projection(s * down_tasks, (s + 1) * down_tasks);
+            }
+        });
+    } else {
+        parallel(pieces * up_tasks, up_cost, up_projection);
+        parallel(routes, double(f) / 4, quantise);
+        parallel(pieces * down_tasks, down_cost, down_projection);
+    }
 
     auto combine = [=](i64 begin, i64 end) {
         for (i64 t = begin; t < end; ++t)
@@ -1636,6 +1678,26 @@ extern "C" {
 void dsv4_run(const Call* calls, int64_t n, int threads) {
     thread_limit = threads;
     for (int64_t i = 0; i < n; ++i) calls[i].fn(calls + i);
+}
+
+// Sections one after the other: `sections` has for each the calls of a part and the number of parts, `calls` all of them part by
+// part. Parts run side by side.
+void dsv4_run_sections(const Call* calls, const int64_t* sections, int64_t n, int threads) {
+    for (int64_t s = 0; s < n; ++s) {
+        i64 count = sections[2 * s], parts = sections[2 * s + 1];
+        thread_limit = parts > 1 ? 1 : threads;
+        auto some = [=](i64 begin, i64 end) {
+            for (i64 i = begin * count; i < end * count; ++i)
+                if (calls[i].fn) calls[i].fn(calls + i);
+        };
+        if (parts > 1 && threads > 1)
+            pool->run(threads, parts, 1, [](const void* f, i64 begin, i64 end) {
+                (*static_cast<const decltype(some)*>(f))(begin, end);
+            }, &some);
+        else
+            some(0, parts);
+        calls += count * parts;
+    }
 }
 
 void dsv4_embed(const Call* c) {

@@ -17,6 +17,7 @@ PER_PAGE = 32  # CSA entries of a history page
 kernel(
     "embed",
     "(Tensor ids, Tensor table, int streams) -> Tensor",
+    rows="ids",
     outputs=lambda ids, table, streams: [((ids.shape[0], streams, table.shape[1]), F32)],
     fill=lambda ids, table, streams, out: Launch(
         (whole(ids, I32), whole(table, table.dtype), out), (ids.shape[0], *table.shape, streams, code(table))
@@ -26,6 +27,7 @@ kernel(
 kernel(
     "rms_norm",
     "(Tensor x, Tensor gamma, float eps) -> Tensor",
+    rows="x",
     outputs=lambda x, gamma, eps: [(x.shape, F32)],
     fill=lambda x, gamma, eps, out: Launch(
         (x, whole(gamma, gamma.dtype, x.shape[1]), out), (*x.shape, *strides(x, 1), code(x), code(gamma)), (eps,)
@@ -35,6 +37,7 @@ kernel(
 kernel(
     "rope",
     "(Tensor x, Tensor cos_sin, Tensor? gamma, float? eps, ScalarType dtype) -> Tensor",
+    rows="x cos_sin",
     outputs=lambda x, cos_sin, gamma, eps, dtype: [(x.shape, dtype)],
     fill=lambda x, cos_sin, gamma, eps, dtype, out: Launch(
         (x, shaped(cos_sin, x.shape[0], cos_sin.shape[1]), None if gamma is None else whole(gamma, gamma.dtype, x.shape[2]), out),
@@ -68,6 +71,8 @@ def _fill_grouped(x: Tensor, w: Tensor, out: Tensor) -> Launch:
 kernel(
     "linear",
     "(Tensor x, Tensor w) -> Tensor",
+    rows="x",
+    weights="w",
     outputs=lambda x, w: [((x.shape[0], width(w)), F32)],
     fill=_fill_linear,
 )
@@ -75,6 +80,8 @@ kernel(
 kernel(
     "linear_int8",
     "(Tensor x, Tensor values, Tensor scale, int groups) -> Tensor",
+    rows="x",
+    weights="values",
     outputs=lambda x, values, scale, groups: [((x.shape[0], scale.shape[0]), F32)],
     fill=_fill_linear_int8,
 )
@@ -82,6 +89,8 @@ kernel(
 kernel(
     "grouped_linear",
     "(Tensor x, Tensor w) -> Tensor",
+    rows="x",
+    weights="w",
     outputs=lambda x, w: [((x.shape[0], x.shape[1], width(w, 1)), F32)],
     fill=_fill_grouped,
 )
@@ -121,6 +130,8 @@ kernel(
     "hc_pre",
     "(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor gamma, int iters, float eps, float hc_eps)"
     " -> (Tensor, Tensor, Tensor)",
+    rows="streams",
+    weights="fn",
     outputs=lambda streams, *_: [
         ((streams.shape[0], streams.shape[2]), F32),
         (streams.shape[:2], F32),
@@ -134,6 +145,7 @@ kernel(
 kernel(
     "hc_post",
     "(Tensor streams, Tensor y, Tensor post, Tensor comb) -> Tensor",
+    rows="streams y post comb",
     outputs=lambda streams, *_: [(streams.shape, F32)],
     fill=lambda streams, y, post, comb, out: Launch(
         (_streams(streams), shaped(y, streams.shape[0], streams.shape[2]), whole(post, F32, *streams.shape[:2]),
@@ -145,6 +157,8 @@ kernel(
 kernel(
     "hc_head",
     "(Tensor streams, Tensor fn, Tensor base, Tensor scale, Tensor gamma, float eps, float hc_eps) -> (Tensor, Tensor)",
+    rows="streams",
+    weights="fn",
     outputs=lambda streams, *_: [((streams.shape[0], streams.shape[2]), F32)] * 2,
     fill=lambda streams, *args: _fill_mix(streams, *args, rows=streams.shape[1], scales=1, ints=0),
 )
@@ -152,6 +166,7 @@ kernel(
 kernel(
     "taps",
     "(Tensor[] streams) -> Tensor",
+    rows="streams",
     outputs=lambda streams: [((streams[0].shape[0], len(streams) * streams[0].shape[2]), F32)],
     fill=lambda streams, out: Launch(
         (out, *(whole(x, F32, *streams[0].shape) for x in streams)), (*streams[0].shape, len(streams))
@@ -182,6 +197,7 @@ def _fill_compress(
 kernel(
     "compress",
     "(Tensor state, Tensor rows, Tensor gamma, Tensor cos_sin, float eps, ScalarType dtype) -> Tensor",
+    rows="rows cos_sin",
     outputs=lambda state, rows, gamma, cos_sin, eps, dtype: [((rows.shape[0], gamma.shape[0]), dtype)],
     fill=_fill_compress,
 )
@@ -189,6 +205,7 @@ kernel(
 kernel(
     "hadamard_quantise",
     "(Tensor x) -> (Tensor, Tensor)",
+    rows="x",
     outputs=lambda x: [(x.shape, I8), (x.shape[:2], F32)],
     fill=lambda x, *outs: Launch((x, *outs), (*x.shape, *strides(x, 2), code(x)), (x.shape[2] ** -0.5,)),
 )
@@ -225,6 +242,8 @@ kernel(
     "index_topk",
     "(Tensor q, Tensor? q_scale, Tensor weights, Tensor keys, Tensor? key_scale, Tensor history, Tensor visible,"
     " int topk, float scale) -> Tensor",
+    rows="q q_scale weights visible",
+    lines="history",
     outputs=lambda q, q_scale, weights, keys, key_scale, history, visible, topk, scale: [
         ((q.shape[0], min(topk, history.shape[1] * PER_PAGE)), I32)
     ],
@@ -255,6 +274,8 @@ kernel(
     "attention",
     "(Tensor q, Tensor kv, Tensor kv_rows, Tensor? entries, Tensor? entry_rows, Tensor? entry_count, Tensor sink,"
     " Tensor cos_sin, float scale) -> Tensor",
+    rows="q entry_count cos_sin",
+    lines="kv_rows entry_rows",
     outputs=lambda q, *_: [(q.shape, q.dtype)],
     fill=_fill_attention,
 )
@@ -264,6 +285,8 @@ kernel(
 kernel(
     "route",
     "(Tensor x, Tensor gate, Tensor bias, Tensor positions, int k, float scale) -> (Tensor, Tensor)",
+    rows="x positions",
+    weights="gate",
     outputs=lambda x, gate, bias, positions, k, scale: [((x.shape[0], k), I32), ((x.shape[0], k), F32)],
     fill=lambda x, gate, bias, positions, k, scale, *outs: Launch(
         (x, whole(gate, F32), whole(bias, F32), whole(positions, I32, x.shape[0]), *outs),
@@ -275,6 +298,7 @@ kernel(
 kernel(
     "route_hash",
     "(Tensor x, Tensor gate, Tensor tid2eid, Tensor ids, Tensor positions, float scale) -> (Tensor, Tensor)",
+    rows="x ids positions", weights="gate",
     outputs=lambda x, gate, tid2eid, *_: [((x.shape[0], tid2eid.shape[1]), dtype) for dtype in (I32, F32)],
     fill=lambda x, gate, tid2eid, ids, positions, scale, *outs: Launch(
         (x, whole(gate, F32), whole(tid2eid, I32), whole(ids, I32, x.shape[0]), whole(positions, I32, x.shape[0]), *outs),
@@ -315,6 +339,8 @@ def _fill_moe(
 kernel(
     "moe",
     "(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor w2, float limit, int first) -> Tensor",
+    rows="x ids weights",
+    weights="w13 w2",
     outputs=lambda x, *_: [(x.shape, F32)],
     fill=_fill_moe,
 )
@@ -323,6 +349,8 @@ kernel(
     "moe_int8",
     "(Tensor x, Tensor ids, Tensor weights, Tensor w13, Tensor s13, Tensor w2, Tensor s2, float limit, int first)"
     " -> Tensor",
+    rows="x ids weights",
+    weights="w13 w2",
     outputs=lambda x, *_: [(x.shape, F32)],
     fill=lambda x, ids, weights, w13, s13, w2, s2, limit, first, out: _fill_moe(
         x, ids, weights, w13, w2, limit, first, out, (s13, s2)

@@ -10,6 +10,7 @@ from dsv4.ops.cpu_call import F32, I32, Launch, code, kernel, matrix, shaped, st
 kernel(
     "take",
     "(Tensor table, Tensor rows) -> Tensor",
+    rows="rows",
     outputs=lambda table, rows: [((rows.shape[0], *table.shape[1:]), table.dtype)],
     fill=lambda table, rows, out: Launch(
         (table, whole(rows, I32), out),
@@ -82,6 +83,7 @@ def _fill_scatter(pool: Tensor, slots: Tensor, rows: Tensor) -> Launch:
 kernel(
     "scatter",
     "(Tensor(a!) pool, Tensor slots, Tensor rows) -> ()",
+    rows="slots rows",
     outputs=lambda *_: [],
     fill=_fill_scatter,
 )
@@ -89,6 +91,7 @@ kernel(
 kernel(
     "write_state",
     "(Tensor(a!) pool, Tensor slots, Tensor rows, Tensor ape, Tensor positions) -> ()",
+    rows="slots rows positions",
     outputs=lambda *_: [],
     fill=lambda pool, slots, rows, ape, positions: Launch(
         (
@@ -107,6 +110,7 @@ kernel(
 kernel(
     "argmax",
     "(Tensor logits) -> Tensor",
+    rows="logits",
     outputs=lambda logits: [(logits.shape[:1], I32)],
     fill=lambda logits, out: Launch((logits, out), (*logits.shape, *strides(logits, 1), code(logits))),
 )

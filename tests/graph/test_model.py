@@ -3,6 +3,7 @@
 import functools
 import gc
 import tracemalloc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from dsv4.batch import RowBatch
 from dsv4.config import StepShape
 from dsv4.errors import PlatformError
 from dsv4.graph import Arena, Compiled, StepProgram
+from dsv4.graph.cpu import native_machine
 from dsv4.ops.cpu import CPU, library
 from dsv4.params import Params
 from dsv4.steps import STEPS
@@ -48,7 +50,8 @@ class TapeRunner(Runner):
         if shape not in self.programs:
             trees = {"params": self.params, "cache": self.cache, "state": self.state}
             program = StepProgram(kind, STEPS[kind](self.env, shape), shape, donated=("cache", "state"))
-            lowered = program.trace(*trees.values(), batch).lower("cpu")
+            machine = replace(native_machine(), parts=3)  # whole tapes run in every test of the engine
+            lowered = program.trace(*trees.values(), batch).lower("cpu", machine=machine)
             self.programs[shape] = lowered.compile(bind=trees, arena=self.arena)
         out, cache, state = self.programs[shape](batch)
         self.cache, self.state = cache, state
@@ -72,7 +75,7 @@ def test_every_step_gives_the_same_bits_as_operator_by_operator(form: str, k: in
     for name, x in named_leaves(eager.state):
         assert torch.equal(x, state[name]), name
     for name, x in named_leaves(eager.cache):
-        assert torch.equal(x, cache[name]), name
+        assert torch.equal(x[1:], cache[name][1:]), name  # row 0 takes what nobody reads, in any order
 
 
 @pytest.mark.parametrize("k", [0, 4])

@@ -37,15 +37,21 @@ def toy_leaves(value) -> list[Tensor]:
 
 
 def both_ways(fn, params, cache, batch, runs: int = 3):
-    """Runs `fn` eagerly and as a tape on equal memory, several times, and compares results and caches. Returns the lowered."""
-    mine, theirs = map_leaves(torch.clone, cache), map_leaves(torch.clone, cache)
-    lowered = program(fn).trace(params, cache, batch).lower("cpu", machine=toy.MACHINE)
-    compiled = lowered.compile(bind={"params": params, "cache": theirs})
+    """Runs `fn` eagerly and as tapes, whole and split by rows, on equal memory, several times, and compares results and
+    caches. Returns the whole one lowered."""
+    traced = program(fn).trace(params, cache, batch)
+    whole, split = (traced.lower("cpu", machine=machine) for machine in (toy.MACHINE, toy.SPLIT))
+    mine, *theirs = (map_leaves(torch.clone, cache) for _ in range(3))
+    tapes = [
+        low.compile(bind={"params": params, "cache": pool}) for low, pool in zip((whole, split), theirs, strict=True)
+    ]
     for _ in range(runs):
         batch = map_leaves(lambda x: torch.randn_like(x) if x.is_floating_point() else x, batch)
-        same(fn(params, mine, batch), compiled(batch))
-        same(mine, theirs)
-    return lowered
+        expected = fn(params, mine, batch)
+        for compiled, pool in zip(tapes, theirs, strict=True):
+            same(expected, compiled(batch))
+            same(mine, pool)
+    return whole
 
 
 def test_a_step_is_one_native_run():
@@ -105,11 +111,11 @@ def test_views_of_every_kind_can_be_returned(name: str):
 def test_a_write_through_a_view_of_a_pool():
     def fn(params, cache, batch):
         pool = cache.layers[0]
-        toy.put(pool.view(2, 8, 8)[1], batch.slots % 8, batch.x)
+        toy.put(pool.view(2, 8, 8)[1], batch.slots, batch.x)
         return toy.Outputs(y=toy.mix(pool[4:12], pool[8:])), cache
 
-    lowered = both_ways(fn, toy.weights(), toy.pools(1), toy.inputs())
-    assert lowered.python_segments == 1  # the remainder
+    batch = replace(toy.inputs(), slots=torch.tensor([5, 0, 7, 2], dtype=torch.int32))
+    assert both_ways(fn, toy.weights(), toy.pools(1), batch).python_segments == 0
 
 
 def test_operators_without_a_kernel_run_in_python_and_are_counted():
@@ -298,7 +304,7 @@ def python_events(run, batch) -> int:
 
 
 def test_a_replay_does_the_same_python_work_whatever_the_graph():
-    machine = replace(toy.MACHINE, run=lambda address, count, threads: None)
+    machine = replace(toy.MACHINE, run=lambda address, sections, count, threads: None)
     params, cache, batch = toy.weights(), toy.pools(), toy.inputs()
 
     def chain(length: int):

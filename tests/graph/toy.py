@@ -6,13 +6,14 @@ wrong values.
 
 import ctypes
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from dsv4.graph.sections import Split
 from dsv4.graph.tape import Machine
 from dsv4.tree import tree
 
@@ -82,6 +83,7 @@ class ToyKernel:
     symbol: str
     fn_address: int
     pack: Callable[[Sequence[Any], Any], ToyLaunch]
+    split: Split | None = None
 
 
 def _layout(x: Tensor) -> tuple[int, ...]:
@@ -126,21 +128,29 @@ def _run_put(call: np.void) -> None:
 _FUNCTIONS = {1: _run_mix, 2: _run_both, 3: _run_put}
 
 
-def _run(address: int, count: int, threads: int) -> None:
-    raw = (ctypes.c_uint8 * (count * CALL.itemsize)).from_address(address)
-    for call in np.frombuffer(raw, dtype=CALL):
-        _FUNCTIONS[int(call["fn"])](call)
+def _run(address: int, sections: int, count: int, threads: int) -> None:
+    """Parts of a section from the last to the first: any order must do."""
+    pairs = np.frombuffer((ctypes.c_int64 * (2 * count)).from_address(sections), dtype=np.int64).reshape(-1, 2)
+    for calls, parts in pairs.tolist():
+        raw = (ctypes.c_uint8 * (calls * parts * CALL.itemsize)).from_address(address)
+        records = np.frombuffer(raw, dtype=CALL)
+        for part in reversed(range(parts)):
+            for call in records[part * calls : (part + 1) * calls]:
+                if call["fn"]:
+                    _FUNCTIONS[int(call["fn"])](call)
+        address += calls * parts * CALL.itemsize
 
 
 MACHINE = Machine(
     kernels={
-        torch.ops.toy.mix.default: ToyKernel("toy_mix", 1, _pack),
-        torch.ops.toy.both.default: ToyKernel("toy_both", 2, _pack),
-        torch.ops.toy.put.default: ToyKernel("toy_put", 3, _pack),
+        torch.ops.toy.mix.default: ToyKernel("toy_mix", 1, _pack, Split(rows=(0, 1), lines=(), weights=())),
+        torch.ops.toy.both.default: ToyKernel("toy_both", 2, _pack, Split(rows=(0,), lines=(), weights=())),
+        torch.ops.toy.put.default: ToyKernel("toy_put", 3, _pack, Split(rows=(1, 2), lines=(), weights=())),
     },
     call=CALL,
     run=_run,
 )
+SPLIT = replace(MACHINE, parts=3)
 
 
 @tree
