@@ -12,19 +12,10 @@ from torch import Tensor
 from torch.fx import Node
 
 from dsv4.graph.nodes import nodes_in, storage, tensors_in, written_nodes
+from dsv4.ops.row_split import Split
 
 MOST_ROWS = 64  # a call with more is worth splitting by itself, by rows and columns
 MOST_WEIGHTS = 200_000  # bytes of a matrix that every thread may read: more is better split by columns
-
-
-@dataclass(frozen=True)
-class Split:
-    """How a call is split. rows, lines: arguments with a row for each row of the results, or a line for several; weights:
-    arguments that every part reads whole. All by index."""
-
-    rows: tuple[int, ...]
-    lines: tuple[int, ...]
-    weights: tuple[int, ...]
 
 
 class Splits(Protocol):

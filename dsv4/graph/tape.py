@@ -20,9 +20,10 @@ from dsv4.errors import CaptureError
 from dsv4.graph.arena import Block, place, round_up
 from dsv4.graph.nodes import is_view, nodes_in, op_name, storage, tensors_in, written_nodes
 from dsv4.graph.record import source
-from dsv4.graph.sections import Arguments, Section, Split, sections
+from dsv4.graph.sections import Arguments, Section, sections
 from dsv4.graph.stages import Traced
 from dsv4.graph.text import layout_text
+from dsv4.ops.row_split import Split
 
 NULL, ARENA, FIRST_INPUT = 0, 1, 2  # homes; inputs follow in order, then constants
 

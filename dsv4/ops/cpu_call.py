@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from dsv4.graph.sections import Split
 from dsv4.ops import cpu_build
+from dsv4.ops.row_split import Split
 
 POINTERS, INTS, FLOATS = 20, 24, 8
 CALL = struct.Struct(f"P{POINTERS}P{INTS}q{FLOATS}d")
@@ -90,7 +90,7 @@ def kernel(
 ) -> None:
     """Registers `dsv4::name`, one opaque operator with a fake form, run by the C function `dsv4_<name>`.
 
-    rows, lines, weights: names of arguments as in `graph.sections.Split`; without `rows` a call is never split.
+    rows, lines, weights: names of arguments as in `Split`; without `rows` a call is never split.
     """
     _LIBRARY.define(f"{name}{schema}")
     overload = getattr(torch.ops.dsv4, name).default

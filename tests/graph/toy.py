@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsv4.graph.sections import Split
 from dsv4.graph.tape import Machine
+from dsv4.ops.row_split import Split
 from dsv4.tree import tree
 
 CALL = np.dtype([("fn", np.uint64), ("ptr", np.uint64, 4), ("i", np.int64, 24), ("f", np.float64, 2)])
