@@ -243,7 +243,7 @@ INLINE vec log1p(vec x) {
 
 // ---- threads and scratch ------------------------------------------------------------------------------------------------
 
-constexpr double FORK_COST = 1500;  // vector operations that pay for one more thread
+constexpr double FORK_COST = 1500, WAKE_COST = 20000;  // vector operations that pay for one more thread, awake or asleep
 
 INLINE void relax() {
 #if defined(__x86_64__)
@@ -291,6 +291,8 @@ class Pool {
         busy_.clear(std::memory_order_release);
     }
 
+    bool sleeping() const { return sleepers_.load(std::memory_order_relaxed) > 0; }
+
   private:
     static constexpr i64 INDEX = 0xffff;
 
@@ -324,8 +326,10 @@ class Pool {
         for (int idle = 0;;) {
             if (take(me)) {
                 idle = 0;
-            } else if (++idle < 3000) {
+            } else if (++idle < 500) {
                 relax();
+            } else if (idle < 700) {
+                std::this_thread::yield();  // Python threads may be waiting for this core
             } else {
                 std::unique_lock<std::mutex> lock(sleep_);
                 ++sleepers_;  // before looking once more: who publishes a job afterwards sees a sleeper
@@ -353,7 +357,8 @@ thread_local int thread_limit = 1;
 
 // body(begin, end) over 0..n in pieces; `cost` is that of one item, in vector operations.
 template <class F> void parallel(i64 n, double cost, const F& body) {
-    int threads = int(std::min<double>(std::min<i64>(thread_limit, n), n * cost / FORK_COST));
+    double worth = n * cost / (pool->sleeping() ? WAKE_COST : FORK_COST);
+    int threads = int(std::min<double>(std::min<i64>(thread_limit, n), worth));
     if (threads > 1)
         pool->run(threads, n, std::max<i64>(1, n / (threads * 8)),
                  [](const void* f, i64 begin, i64 end) { (*static_cast<const F*>(f))(begin, end); }, &body);
