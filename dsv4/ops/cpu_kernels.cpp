@@ -1009,6 +1009,16 @@ struct Ring {
         if (position < 0) return -1;
         return i32(table[row * columns + position / page % columns] * page + position % page);
     }
+    // Of `count` positions from `first` on: a division per page, not per position.
+    void list(i64 row, i64 first, i64 count, i32* out) const {
+        i64 i = std::min(std::max<i64>(-first, 0), count);
+        std::fill(out, out + i, -1);
+        while (i < count) {
+            i32 at = (*this)(row, first + i);
+            i64 stop = std::min(count, i + page - at % page);
+            for (; i < stop; ++i) out[i] = at++;
+        }
+    }
 };
 
 // Slots, rows and starts of the windows of `ratio` tokens that close in a row; each pools its last `reach` tokens.
@@ -1024,8 +1034,10 @@ struct Closings {
             i64 column = clamp(floor_div(w, per_page), 0, pages - 1);
             slots[at] = closes ? i32(history[r * pages + column] * per_page + w % per_page) : 0;
             starts[at] = closes ? i32(w * ratio) : -1;
-            i64 first = w * ratio + ratio - reach;
-            for (i64 k = 0; k < reach; ++k) rows[at * reach + k] = closes ? ring(r, first + k) : -1;
+            if (closes)
+                ring.list(r, w * ratio + ratio - reach, reach, rows + at * reach);
+            else
+                std::fill(rows + at * reach, rows + (at + 1) * reach, -1);
         }
     }
 };
@@ -1053,7 +1065,10 @@ void addresses(Args a) {
                 open_slots[t] = std::max(open(r, p), 0);
                 csa_visible[t] = i32(floor_div(p + 1, 4));
                 hca_visible[t] = i32(floor_div(p + 1, 128));
-                for (i64 j = 0; j < width; ++j) window_rows[t * width + j] = p < 0 ? -1 : window(r, p - width + 1 + j);
+                if (p < 0)
+                    std::fill(window_rows + t * width, window_rows + (t + 1) * width, -1);
+                else
+                    window.list(r, p - width + 1, width, window_rows + t * width);
             }
             csa.fill(r, start[r], length[r], query_len, history, pages);
             hca.fill(r, start[r], length[r], query_len, history, pages);
@@ -1950,7 +1965,7 @@ void dsv4_draft_addresses(const Call* c) {
             positions[t] = i32(position[r] + j);
             own[t] = i32(t);
         }
-        for (i64 j = 0; j < width; ++j) rows[r * width + j] = window(r, position[r] - width + j);
+        window.list(r, position[r] - width, width, rows + r * width);
     }
 }
 
