@@ -1192,7 +1192,16 @@ INLINE void index_scores(const float* q, i64 heads, i64 d, const float* keys, co
     }
 }
 
-// K: the type of keys. int8 products are summed in float32, which is exact for the d <= 1024 that `cpu_maths` allows.
+// The same for int8 queries and keys in the quads of a panel; exact sums, so the bits are those of the float form.
+INLINE void index_scores(Rows<int8_t> q, i64 heads, i64 d, const int8_t* quads, const float* weights, float* dots, vec* out) {
+    panel_dots(q, heads, quads, d * PANEL, GROUP, d, dots, GROUP);
+    out[0] = out[1] = vec{};
+    for (i64 h = 0; h < heads; ++h)
+        for (int v = 0; v < 2; ++v) out[v] += max(load(dots + h * GROUP + v * LANES), vec{}) * weights[h];
+}
+
+// K: the type of keys. int8 products that are not of whole quads are summed in float32: exact for the d <= 1024 that
+// `cpu_maths` allows.
 template <class K> void index_topk(Args a) {
     auto q = a.tensor<const void>();
     auto q_scale = a.tensor<const float>(), weights = a.tensor<const float>();
@@ -1216,10 +1225,17 @@ template <class K> void index_topk(Args a) {
         SCRATCH(float, weight, count * heads);
         SCRATCH(float, factor, count * heads);
         SCRATCH(float, turned, (d + LANES) * GROUP);
+        const bool quads = std::is_same_v<K, int8_t> && LANES == 16 && q_dtype == I8 && d % 4 == 0;
+        SCRATCH(const int8_t*, q_at, count * heads);
+        SCRATCH(i32, q_sum, count * heads);
+        SCRATCH(float, dots, heads* GROUP);
         for (i64 j = 0; j < count * heads; ++j) {
             i64 from = (t + j / heads) * ld + j % heads * ld_head;
             float* to = queries + j * d;
-            if (q_dtype == I8)
+            if (quads) {
+                q_at[j] = static_cast<const int8_t*>(q) + from;
+                q_sum[j] = i32(sum(d, [&](i64 i, i64 m, vec acc) { return acc + load(q_at[j] + i, m); }));
+            } else if (q_dtype == I8)
                 copy_row(to, static_cast<const int8_t*>(q) + from, d);
             else
                 with_float(q_dtype, [&](auto* tag) { copy_row(to, static_cast<decltype(tag)>(q) + from, d); });
@@ -1228,18 +1244,28 @@ template <class K> void index_topk(Args a) {
         }
         for (i64 e = begin; e < end; e += GROUP) {
             i64 first = entry_row(r, e);
+            // Rows of floats to columns; with quads, rows of words of four int8.
+            const i64 width = quads ? d / 4 : d;
             for (i64 g = 0; g < GROUP; g += LANES)
-                for (i64 i = 0; i < d; i += LANES) {
+                for (i64 i = 0; i < width; i += LANES) {
                     vec block[LANES];
-                    for (int j = 0; j < LANES; ++j)
-                        block[j] = load(keys + (first + g + j) * d + i, std::min<i64>(LANES, d - i));
+                    for (int j = 0; j < LANES; ++j) {
+                        const K* row = keys + (first + g + j) * d;
+                        const i64 m = std::min<i64>(LANES, width - i);
+                        block[j] = quads ? load(reinterpret_cast<const float*>(row) + i, m) : load(row + i, m);
+                    }
                     transpose(block);
-                    for (int j = 0; j < LANES; ++j) store(turned + (i + j) * GROUP + g, block[j]);
+                    for (i64 j = 0; j < std::min<i64>(LANES, width - i); ++j)
+                        store(quads ? turned + g * width + (i + j) * LANES : turned + (i + j) * GROUP + g, block[j]);
                 }
             for (i64 j = 0; j < count; ++j) {
                 i64 at = j * heads;
                 vec found[2];
-                index_scores(queries + at * d, heads, d, turned, factor + at, weight + at, found);
+                if (quads)
+                    index_scores(Rows<int8_t>{q_at + at, factor + at, q_sum + at}, heads, d,
+                                 reinterpret_cast<const int8_t*>(turned), weight + at, dots, found);
+                else
+                    index_scores(queries + at * d, heads, d, turned, factor + at, weight + at, found);
                 for (int v = 0; v < 2; ++v) {
                     vec value = key_scale ? found[v] * load(key_scale + first + v * LANES) : found[v];
                     ivec bits = (ivec)(value + 0.0f);  // -0 becomes 0: they tie
