@@ -63,10 +63,17 @@ def main() -> None:
     if args.until == "target":
         return
     named = {name: weight.detach() for name, weight in named.items()}  # frozen from here on
-    rollouts = make_rollouts(cfg, named, corpus, tokenizer, recipe, args.work, args.threads)
+
+    def rollouts_of(name: str, count: int, seed: int) -> dict[str, torch.Tensor]:
+        return make_rollouts(
+            cfg, named, corpus, tokenizer, recipe, args.work, args.threads, name=name, count=count, seed=seed
+        )
+
+    rollouts = rollouts_of("rollouts.pt", recipe.rollouts, recipe.seed + 1)
+    others = rollouts_of("tune_rollouts.pt", recipe.tune_rollouts, recipe.seed + 5)
     if args.until == "rollouts":
         return
-    train_drafter(cfg, named, corpus, rollouts, recipe, args.work)
+    train_drafter(cfg, named, corpus, rollouts, others, recipe, args.work)
     if args.out:
         write_checkpoint(args.out, named, tokenizer)
 

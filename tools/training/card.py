@@ -93,7 +93,7 @@ Target: {recipe["target_steps"]} steps of {recipe["target_rows"] * recipe["targe
 {100 - 100 * recipe["plain_fraction"]:.0f} % on {recipe["long_length"]} tokens with FP8, MXFP4 and int8 rounding simulated and the indexer selecting.
 Drafter, by blocks of seven rows at {recipe["anchors"]} places of {recipe["drafter_rows"]} sequences a step: {recipe["drafter_stop"]} steps ({recipe["drafter_lr"]}), {100 * recipe["corpus_fraction"]:.0f} % of them on corpus
 text and the rest on {recipe["rollouts"]:,} greedy continuations of training text by the W8A8 target; then {recipe["tune_steps"]} steps
-({recipe["tune_lr"]}) on the continuations alone, against the target's distribution at temperature {recipe["temperature"]}, because
+({recipe["tune_lr"]}) on {recipe["tune_rollouts"]:,} other continuations alone, against the target's distribution at temperature {recipe["temperature"]}, because
 decoding is greedy. Losses 0.1 CE, 0.9 L1 and 1.0 confidence, gamma {recipe["gamma"]:g}.
 
 Held-out files: {held}.

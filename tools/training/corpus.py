@@ -61,7 +61,8 @@ def split(fraction: float, seed: int) -> tuple[dict[str, str], dict[str, str]]:
     return {n: t for n, t in texts.items() if n not in held}, {n: t for n, t in texts.items() if n in held}
 
 
-def _stream(tokenizer: Tokenizer, texts: dict[str, str], eos: int) -> Tensor:
+def stream(tokenizer: Tokenizer, texts: dict[str, str], eos: int) -> Tensor:
+    """All texts as ids, EOS after each."""
     ids = [np.array([*e.ids, eos], np.int32) for e in tokenizer.encode_batch(list(texts.values()))]
     return torch.from_numpy(np.concatenate(ids))
 
@@ -76,7 +77,7 @@ def load_corpus(work: Path, vocab_size: int, eos: int, fraction: float, seed: in
         tokenizer = bpe.train(vocab_size, list(train.values()))
         saved.write_text(tokenizer.to_str())
     corpus = Corpus(
-        train=_stream(tokenizer, train, eos), held_out=_stream(tokenizer, held, eos), train_files=tuple(train),
+        train=stream(tokenizer, train, eos), held_out=stream(tokenizer, held, eos), train_files=tuple(train),
         held_out_files=tuple(held), train_bytes=sum(len(t.encode()) for t in train.values()),
         held_out_bytes=sum(len(t.encode()) for t in held.values()),
     )  # fmt: skip

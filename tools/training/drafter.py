@@ -1,6 +1,6 @@
 """Trains the three DSpark stages against the frozen target (drafter.md section 9), on corpus text and on rollouts.
 
-Two phases: first corpus text and rollouts, the target run for every batch; then rollouts alone, whose taps and logits are
+Two phases: first corpus text and rollouts, the target run for every batch; then other rollouts alone, whose taps and logits are
 computed once, at a low temperature, because greedy text is what the drafter will have to predict.
 """
 
@@ -165,7 +165,13 @@ class DrafterTraining:
 
 
 def train_drafter(
-    cfg: ModelConfig, named: dict[str, Tensor], corpus: Corpus, rollouts: dict[str, Tensor], recipe: Recipe, work: Path
+    cfg: ModelConfig,
+    named: dict[str, Tensor],
+    corpus: Corpus,
+    rollouts: dict[str, Tensor],
+    tune_rollouts: dict[str, Tensor],
+    recipe: Recipe,
+    work: Path,
 ) -> None:
     """Trains the `mtp.*` weights of `named` in place, resuming from `work`."""
     training = DrafterTraining(cfg, named, corpus, rollouts, recipe)
@@ -174,5 +180,5 @@ def train_drafter(
     )
     first.run(training.first_step, after=training.after)
     tune = training.trainer(work / "tune.pt", recipe.tune_steps, recipe.tune_lr, recipe.seed + 4)
-    outputs = Outputs(training.sequences, training.params(), rollouts)
+    outputs = Outputs(training.sequences, training.params(), tune_rollouts)
     tune.run(lambda step, rng: training.tune_step(outputs, rng), after=training.after)

@@ -29,18 +29,22 @@ def make_rollouts(
     recipe: Recipe,
     work: Path,
     threads: int,
+    *,
+    name: str,
+    count: int,
+    seed: int,
 ) -> dict[str, Tensor]:
     """{"ids": int32 [n, rollout_length], "begin": int32 [n], "end": int32 [n]}: generated tokens lie in begin .. end-1.
 
-    Kept in `work`; made once.
+    Kept in `work` as `name`; made once.
     """  # fmt: skip
-    saved = work / "rollouts.pt"
+    saved = work / name
     if saved.exists():
         return torch.load(saved, weights_only=True)
     write_checkpoint(work / "target-source", named, tokenizer)
     write_w8a8(work / "target-source", work / "target-w8a8")
     length = recipe.rollout_length
-    prompts = prompts_of(corpus.train, recipe.rollouts, 16, length // 2, recipe.seed + 1)
+    prompts = prompts_of(corpus.train, count, 16, length // 2, seed)
     answers = continuations(work / "target-w8a8", prompts, length // 2, drafts=0, rows=64, threads=threads)
     ids = torch.full((len(prompts), length), cfg.eos_token_id, dtype=torch.int32)
     for row, prompt, answer in zip(ids, prompts, answers, strict=True):

@@ -29,7 +29,7 @@ class Recipe:
 
     The target's learning rate is level for `plain_fraction` of its steps, then declines to zero, on longer sequences, with
     quantisation and the indexer's selection simulated. The drafter trains against that form throughout: `drafter_stop` steps
-    on corpus and rollouts, then `tune_steps` on rollouts with the target's distribution at `temperature`, since decoding is
+    on corpus and `rollouts`, then `tune_steps` on `tune_rollouts` others with the target's distribution at `temperature`, since decoding is
     greedy.
     """
 
@@ -52,10 +52,11 @@ class Recipe:
     gamma: float = 4.0
     drafter_level: float = 0.5
     drafter_stop: int = 1500
-    tune_steps: int = 900
+    tune_steps: int = 3000
     tune_lr: float = 2e-3
     temperature: float = 0.3
     rollouts: int = 2048
+    tune_rollouts: int = 4096
     rollout_length: int = 512
     held_out: float = 0.05
 

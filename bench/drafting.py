@@ -1,0 +1,72 @@
+"""What drafting buys on text that the demo model has never seen: K=7 over K=0, turn about, in one run.
+
+    python -m bench.drafting [--model CHECKPOINT] [--batch 1 8] [--prompts 64]
+
+The held-out files of the demo's training (`tools/training/corpus.py`), W8A8, greedy, natural drafts. Tokens are compared too.
+"""
+
+import argparse
+from pathlib import Path
+
+from tokenizers import Tokenizer
+
+from bench.against_transformers import print_table
+from bench.engines import BenchEngine
+from bench.models import Model
+from dsv4.checkpoint.demo import model_path
+from dsv4.config import load_config
+from tools.training.corpus import split, stream
+from tools.training.rollouts import prompts_of
+from tools.training.settings import Recipe
+
+SHORTEST, LONGEST, TOKENS = 32, 256, 256
+
+
+def held_out_prompts(path: Path, count: int) -> list[list[int]]:
+    """Stretches of held-out files, in the model's tokens."""
+    recipe = Recipe()
+    tokenizer = Tokenizer.from_file(str(path / "tokenizer.json"))
+    _, held_out = split(recipe.held_out, recipe.seed)
+    ids = stream(tokenizer, held_out, load_config(path).eos_token_id)
+    return prompts_of(ids, count, SHORTEST, LONGEST, recipe.seed + 3)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--threads", type=int, default=2)
+    options = parser.parse_args()
+    path = model_path(options.model)
+    model = Model(path, LONGEST + TOKENS)
+    prompts = held_out_prompts(path, options.prompts)
+    engines = {k: BenchEngine(model, None, k, options.threads) for k in (0, 7)}
+    rows = []
+    for size in options.batch:
+        batches = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
+        seconds, tokens, same = dict.fromkeys(engines, 0.0), 0, 0
+        before = engines[7].started.engine.stats().speculation
+        for engine in engines.values():
+            engine.run(batches[0], TOKENS)
+        for batch in batches:
+            found = {k: engine.run(batch, TOKENS) for k, engine in engines.items()}
+            for k, timing in found.items():
+                seconds[k] += timing.total_s - timing.first_s
+            for plain, drafted in zip(found[0].tokens, found[7].tokens, strict=True):
+                tokens += len(plain)
+                same += sum(a == b for a, b in zip(plain, drafted, strict=True))
+        now = engines[7].started.engine.stats().speculation
+        steps = now.verify_steps - before.verify_steps
+        accepted = 1 + (now.accepted - before.accepted) / steps
+        rates = {k: (tokens - len(batches) * size) / s for k, s in seconds.items()}
+        rows.append([f"{size}", *(f"{rate:,.0f}" for rate in rates.values()), f"{rates[7] / rates[0]:.2f}",
+                     f"{accepted:.2f}", f"{same:,} of {tokens:,}"])  # fmt: skip
+    for engine in engines.values():
+        engine.close()
+    print_table(f"{model}\nheld-out text, natural drafts",
+                ["batch", "K=0 tokens/s", "K=7 tokens/s", "K=7 / K=0", "tokens a step", "same tokens"], rows)  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()
