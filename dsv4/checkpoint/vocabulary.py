@@ -23,12 +23,13 @@ TOKENIZER_CONFIG = {
     "tokenizer_class": "PreTrainedTokenizerFast",
 }
 
+_CHAT_LINES = "\n".join(f'    "{token}",' for token in CHAT)
 ENCODING_CONSTANTS = f'''"""Control tokens of the DeepSeek-V4 chat encoding, as this checkpoint's tokenizer spells them."""
 
-BOS = {BOS!r}
-EOS = {EOS!r}
+BOS = "{BOS}"
+EOS = "{EOS}"
 USER, ASSISTANT, THINK_START, THINK_END, DSML, LATEST_REMINDER = (
-    {", ".join(map(repr, CHAT))},
+{_CHAT_LINES}
 )
 '''
 
