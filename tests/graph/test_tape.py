@@ -118,6 +118,33 @@ def test_a_write_through_a_view_of_a_pool():
     assert both_ways(fn, toy.weights(), toy.pools(1), batch).python_segments == 0
 
 
+def test_rows_of_a_view_may_be_rows_of_others():
+    """A split tape waits for all parts where row i of a view is not row i of what was written."""
+
+    def fn(params, cache, batch):
+        x = toy.mix(batch.x, params.w)
+        across = toy.mix(x.transpose(0, 1), x)
+        first = toy.mix(across[:1].expand(4, 4), across)
+        shifted = toy.mix(first.flatten()[2:14].view(3, 4)[:, :3].contiguous(), params.b[:3, :3])
+        return toy.Outputs(y=toy.mix(first, x)), cache if shifted is not None else None
+
+    split = both_ways(fn, toy.weights(4, 4), toy.pools(width=4), toy.inputs(4, 4))
+    assert split.python_segments <= 1
+
+
+def test_calls_in_a_row_share_a_section():
+    def fn(params, cache, batch):
+        x = batch.x
+        for _ in range(5):
+            x = toy.mix(x, params.w)
+        pool = toy.put(cache.layers[0], batch.slots, x)
+        return toy.Outputs(y=toy.mix(pool[:4], x)), cache
+
+    both_ways(fn, toy.weights(), toy.pools(1), toy.inputs())
+    tape = program(fn).trace(toy.weights(), toy.pools(1), toy.inputs()).lower("cpu", machine=toy.SPLIT).tape
+    assert tape.sections.tolist() == [[6, 3, 0], [1, 3, 18]]  # the pool is read as a whole only when all have written
+
+
 def test_operators_without_a_kernel_run_in_python_and_are_counted():
     def fn(params, cache, batch):
         x = toy.mix(batch.x, params.w)
