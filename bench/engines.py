@@ -11,6 +11,7 @@ from bench.models import Model
 from serving.args import EngineArgs, resolve
 from serving.build import Started, start_engine
 from serving.request import SamplingParams
+from serving.threads import give_way
 from serving.worker import Worker
 
 Clock = Callable[[], float]
@@ -39,6 +40,7 @@ class BenchEngine:
         flags = {"max_num_seqs": 8, "max_model_len": model.max_positions, "enable_prefix_caching": False} | flags
         args = EngineArgs(model="bench", threads=threads, num_speculative_tokens=k, **flags)
         self.k, self._clock = k, clock
+        give_way()  # as `build_engine` does
         self.started: Started = start_engine(
             model.cfg, model.params(dtype, k), resolve(args, model.cfg, "cpu"), "bench"
         )

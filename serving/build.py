@@ -28,6 +28,7 @@ from serving.platform import choose_platform
 from serving.rank_messages import Ready, Setup
 from serving.ranks import RankExecutor
 from serving.scheduler import Scheduler
+from serving.threads import give_way
 from serving.tokenizer import Tokenizer
 from serving.worker import LocalExecutor, Worker
 
@@ -260,7 +261,10 @@ def start_ranks(
 
 
 def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
-    """Checks everything that flags and headers can tell, then loads, captures and starts. Raises Dsv4Error."""
+    """Checks everything that flags and headers can tell, then loads, captures and starts. Raises Dsv4Error.
+
+    On a CPU the calling thread, and those it starts from now on, give way to the kernels (`serving/threads.py`).
+    """
     path = model_path(args.model)
     args = replace(args, model=str(path), served_model_name=args.served_model_name or Path(args.model).resolve().name)
     if path.is_file():
@@ -268,6 +272,8 @@ def build_engine(args: EngineArgs, progress: Progress | None = None) -> Built:
     cfg = load_config(path)
     settings = resolve(args, cfg, choose_platform(args.platform, args.target).name)
     tokenizer = Tokenizer.load(path)
+    if settings.platform == "cpu":
+        give_way()
     if progress:
         progress("weights", 0, 1)
     name = args.served_model_name or path.name

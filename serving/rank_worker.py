@@ -44,6 +44,7 @@ from serving.rank_messages import (
     Step,
     Stop,
 )
+from serving.threads import compute
 from serving.worker import Worker
 
 log = logging.getLogger("dsv4.rank")
@@ -154,6 +155,7 @@ def main() -> None:
     assert isinstance(setup, Setup), setup
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     threading.Thread(target=_listen, args=(channel, inbox, folder), daemon=True).start()
+    compute()
     torch.set_num_threads(setup.threads)
     if setup.target != "inductor":  # torch makes the folder of a cache that nothing here uses
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))

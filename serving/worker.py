@@ -22,6 +22,7 @@ from dsv4.tree import named_leaves
 from serving.batches import Array, Launch, StepWork
 from serving.platform import OpsFor
 from serving.profiler import StepProfiler
+from serving.threads import compute
 
 Progress = Callable[[str, int, int], None]
 
@@ -154,6 +155,7 @@ class LocalExecutor:
         self._began: float | None = None
 
     def _start(self) -> None:
+        compute()
         if self._threads:
             torch.set_num_threads(self._threads)
 

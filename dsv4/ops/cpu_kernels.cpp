@@ -323,6 +323,10 @@ class Pool {
     }
 
     void help(int me) {
+#if defined(__linux__)
+        sched_param param{};  // a thread that gives way to computing ones may have started this one
+        pthread_setschedparam(pthread_self(), SCHED_OTHER, &param);
+#endif
         for (int idle = 0;;) {
             if (take(me)) {
                 idle = 0;
