@@ -46,11 +46,11 @@ class Platform:
         table = CAPTURABLE if self.target in ("plain", "inductor") else default_ops()
         return lambda shape: table
 
-    def place(self, params: Params, index: int) -> Params:
+    def place(self, params: Params, index: int, *, release: bool = False) -> Params:
         """Loaded parameters where and how the operators want them: in panels for CPU kernels; on NPUs moved, packed, and int8
-        matrices cast to NZ."""
+        matrices cast to NZ. release: `params` is not used any more."""
         if self.name == "cpu":
-            return cpu_params.prepare(params) if self.target == CPU.name else params
+            return cpu_params.prepare(params, release=release) if self.target == CPU.name else params
         from dsv4.ops.npu_params import prepare, to_fractal
 
         return to_fractal(prepare(map_leaves(lambda x: x.to(self.device(index)), params)))

@@ -79,7 +79,7 @@ def _build(
     device = setup.devices[rank]
     worker = Worker(
         setup.cfg,
-        platform.place(params, device),
+        platform.place(params, device, release=True),
         platform.ops(mesh),
         pages=setup.pages,
         widths=setup.widths,

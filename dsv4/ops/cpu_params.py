@@ -68,26 +68,37 @@ def unpack(panels: Panels) -> Matrix:
 _MATRICES = {"wq_b", "wo_a", "gate", "head", "main_proj", "markov_w2"}
 
 
-def _prepare(node):
+def _groups(node, name: str) -> int | None:
+    """Groups of channels of a node's matrix; None for what stays as it is."""
+    if name in _MATRICES or isinstance(node, Experts):
+        return 1
+    if isinstance(node, WindowAttention) and name == "wo_b":
+        return node.wo_a.shape[0]
+    if isinstance(node, WindowAttention) and name == "w_in":  # stages use the rows in between alone
+        return None if node.q_norm.shape[0] % PANEL or node.kv_norm.shape[0] % PANEL else 1
+    return None
+
+
+def _prepare(node, release: bool):
     if isinstance(node, tuple):
-        return tuple(_prepare(part) for part in node)
+        return tuple(_prepare(part, release) for part in node)
     if not is_dataclass(node):
         return node
-    if isinstance(node, Experts):
-        return Experts(w13=pack(node.w13), w2=pack(node.w2))
     changed = {}
-    for field in fields(node):
-        value = getattr(node, field.name)
-        changed[field.name] = pack(value) if field.name in _MATRICES and value is not None else _prepare(value)
-    if isinstance(node, WindowAttention):
-        changed["wo_b"] = pack(node.wo_b, node.wo_a.shape[0])
-        if (
-            not node.q_norm.shape[0] % PANEL and not node.kv_norm.shape[0] % PANEL
-        ):  # stages use the rows in between alone
-            changed["w_in"] = pack(node.w_in)
+    for name, groups in {field.name: _groups(node, field.name) for field in fields(node)}.items():
+        value = getattr(node, name)
+        if groups is None or value is None:
+            changed[name] = _prepare(value, release)
+            continue
+        changed[name] = pack(value, groups)
+        if release:
+            object.__setattr__(node, name, None)
     return replace(node, **changed)
 
 
-def prepare(params: Params) -> Params:
-    """Plain layouts to CPU layouts; what has no panels is shared with `params`."""
-    return _prepare(params)
+def prepare(params: Params, *, release: bool = False) -> Params:
+    """Plain layouts to CPU layouts; what has no panels is shared with `params`.
+
+    release: `params` is not used any more, and loses each matrix once that lies in panels: no two copies of all of them.
+    """
+    return _prepare(params, release)
