@@ -38,7 +38,11 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
+    if not 1 <= max(options.batch) <= min(8, options.prompts) or min(options.batch) < 1:
+        parser.error(f"--batch: expected 1 to {min(8, options.prompts)} requests at once, got {options.batch}")
     path = model_path(options.model)
+    if not (path / "config.json").is_file():
+        parser.error(f"--model {options.model}: expected `demo` or a converted checkpoint folder")
     model = Model(path, LONGEST + TOKENS)
     prompts = held_out_prompts(path, options.prompts)
     engines = {k: BenchEngine(model, None, k, options.threads) for k in (0, 7)}

@@ -16,7 +16,7 @@ from dsv4.graph.tape import ARENA, FIRST_INPUT, Entry
 from dsv4.ops.cpu import KERNELS, library
 from dsv4.ops.cpu_call import encode
 from dsv4.ops.cpu_params import Panels, unpack
-from dsv4.tree import QuantWeight, named_leaves
+from dsv4.tree import named_leaves
 from serving.worker import Worker
 
 Run = Callable[[], object]
@@ -49,12 +49,10 @@ def _routes(tokens: int, top: int, experts: int) -> Tensor:
 
 def _plain(w: Tensor, dims: int, scale: Tensor | None = None) -> Tensor:
     """A matrix, or a stack of them, in plain rows of float32."""
-    w = w if w.dim() == dims else _values(unpack(Panels(values=w, scale=scale)))
+    if w.dim() != dims:
+        rows = unpack(Panels(values=w, scale=scale))
+        w = rows if scale is None else rows.values
     return w.float() if scale is None else w.float() * scale.unsqueeze(-1)
-
-
-def _values(w: Tensor | QuantWeight) -> Tensor:
-    return w.values if isinstance(w, QuantWeight) else w
 
 
 def _linear(x: Tensor, w: Tensor, *_: Tensor) -> tuple[list[Run], list[Call]]:

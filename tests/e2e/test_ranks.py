@@ -24,7 +24,7 @@ from serving.batches import Launch, StepWork
 from serving.build import Started
 from serving.request import SamplingParams
 from tests.support.engines import collect, generate, tokens_of
-from tests.support.ranks import Alone, make_checkpoint, running_ranks
+from tests.support.ranks import Alone, make_checkpoint, prompt, running_ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -39,10 +39,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Alone:
     return Alone(model)
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(f"{length} {seed}").choices(range(2, 2000), k=length))
 
 
 def check_traffic(started: Started, alone: Alone, count: int, seed: int = 0) -> None:

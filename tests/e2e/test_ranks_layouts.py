@@ -1,6 +1,5 @@
 """Every layout of ranks gives the tokens of one process; groups fall idle and busy again, and requests change groups."""
 
-import random
 from pathlib import Path
 
 import pytest
@@ -8,7 +7,7 @@ import pytest
 from serving.batches import StepWork
 from serving.build import Started
 from tests.support.engines import generate
-from tests.support.ranks import Alone, make_checkpoint, running_ranks
+from tests.support.ranks import Alone, make_checkpoint, prompt, running_ranks
 
 pytestmark = pytest.mark.multirank
 
@@ -21,10 +20,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(model: Path) -> Alone:
     return Alone(model)
-
-
-def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
-    return tuple(random.Random(f"{length} {seed}").choices(range(2, 2000), k=length))
 
 
 def spy(started: Started) -> list[list[StepWork]]:

@@ -1,5 +1,6 @@
 """Engines over worker processes, the small checkpoint they load, and what to compare them with."""
 
+import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,11 @@ from serving.build import Started, start_ranks
 from serving.capacity import PagePlan
 from tests.support.engines import K7
 from tests.support.runner import Runner
+
+
+def prompt(length: int, seed: int = 0) -> tuple[int, ...]:
+    """Random ids, the same for the same length and seed."""
+    return tuple(random.Random(f"{length} {seed}").choices(range(2, 2000), k=length))
 
 
 def make_checkpoint(folder: Path, **sizes) -> Path:
