@@ -22,6 +22,11 @@
 #include <pthread.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
+#if defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
+#define TILES
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 #elif defined(__ARM_NEON)
 #include <arm_neon.h>
 #endif
@@ -796,10 +801,119 @@ INLINE void panel_block(Rows<W> x, i64 rows, const W* w, i64 ldw, i64 cols, i64 
         for (; c < cols; c += PANEL) some(c, std::integral_constant<int, 1>{});
 }
 
+#if defined(TILES)
+// The matrix unit (AMX): 16 x 16 exact sums over 64 channels in one instruction. A panel's 64 channels are a tile as they lie.
+constexpr i64 TILE_ROWS = 16, TILE_CHANNELS = 64, TILE_LEAST_ROWS = 3;
+
+// Whether this process may use it: the kernel must be asked, and some hypervisors say no.
+const bool tiles_allowed = [] {
+    constexpr long ARCH_REQ_XCOMP_PERM = 0x1023, XFEATURE_XTILEDATA = 18;
+    const char* off = getenv("DSV4_NO_AMX");
+    return !(off && *off) && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}();
+
+// Registers for blocks of `rows` <= 16 rows: 0..3 sums [row block][panel], 4..5 rows, 6..7 panels. Configuring takes as long as
+// a small product, so the shape stays until another is wanted, or until the thread is done with its piece (`TileUse`): a
+// register file that is released costs nothing at a context switch.
+thread_local i64 tile_rows = 0;
+
+INLINE void shape_tiles(i64 rows) {
+    if (rows == tile_rows) return;
+    struct alignas(64) {
+        uint8_t palette = 1, start = 0, unused[14] = {};
+        uint16_t bytes[16] = {};
+        uint8_t rows[16] = {};
+    } shape;
+    for (int i = 0; i < 8; ++i) shape.bytes[i] = TILE_CHANNELS, shape.rows[i] = i < 6 ? rows : TILE_ROWS;
+    _tile_loadconfig(&shape);
+    tile_rows = rows;
+}
+
+struct TileUse {
+    ~TileUse() {
+        if (!tile_rows) return;
+        _tile_release();
+        tile_rows = 0;
+    }
+};
+
+// What `panel_dots` computes, bit for bit: integer sums have no order.
+__attribute__((noinline)) void tile_dots(
+    Rows<int8_t> x, i64 n, const int8_t* w, i64 ldw, i64 cols, i64 k, float* out, i64 ld) {
+    alignas(64) i32 sums[TILE_ROWS * PANEL];
+    const i64 step = n > 1 ? x.at[1] - x.at[0] : k;
+    bool even = true;
+    for (i64 r = 2; r < n; ++r) even &= x.at[r] - x.at[r - 1] == step;
+    SCRATCH(int8_t, gathered, even ? 0 : n * k);
+    if (!even)
+        for (i64 r = 0; r < n; ++r) memcpy(gathered + r * k, x.at[r], k);
+    const int8_t* rows = even ? x.at[0] : gathered;
+    const i64 pitch = even ? step : k;
+    auto finish = [&](i64 r, i64 count, i64 c) FLAT {
+        for (i64 i = 0; i < count; ++i)
+            store(out + (r + i) * ld + c,
+                  __builtin_convertvector(*reinterpret_cast<const ivec*>(sums + i * PANEL), vec) * x.scale[r + i]);
+    };
+    auto blocks = [&](i64 r, i64 count, bool two_rows) FLAT {
+        const int8_t* a = rows + r * pitch;
+        const i64 half = TILE_ROWS * pitch;
+        for (i64 c = 0; c < cols; c += 2 * PANEL) {
+            const bool two = c + PANEL < cols;
+            const int8_t *left = w + c / PANEL * ldw, *right = left + (two ? ldw : 0);
+            _tile_zero(0);
+            _tile_zero(1);
+            _tile_zero(2);
+            _tile_zero(3);
+            for (i64 i = 0; i < k; i += TILE_CHANNELS) {
+                _tile_loadd(6, left + i * PANEL, TILE_CHANNELS);
+                _tile_loadd(7, right + i * PANEL, TILE_CHANNELS);
+                _tile_loadd(4, a + i, pitch);
+                _tile_dpbssd(0, 4, 6);
+                _tile_dpbssd(1, 4, 7);
+                if (two_rows) {
+                    _tile_loadd(5, a + half + i, pitch);
+                    _tile_dpbssd(2, 5, 6);
+                    _tile_dpbssd(3, 5, 7);
+                }
+            }
+            _tile_stored(0, sums, TILE_CHANNELS);
+            finish(r, count, c);
+            if (two) {
+                _tile_stored(1, sums, TILE_CHANNELS);
+                finish(r, count, c + PANEL);
+            }
+            if (!two_rows) continue;
+            _tile_stored(2, sums, TILE_CHANNELS);
+            finish(r + TILE_ROWS, count, c);
+            if (two) {
+                _tile_stored(3, sums, TILE_CHANNELS);
+                finish(r + TILE_ROWS, count, c + PANEL);
+            }
+        }
+    };
+    i64 r = 0;
+    if (n >= TILE_ROWS) {
+        shape_tiles(TILE_ROWS);
+        for (; r + 2 * TILE_ROWS <= n; r += 2 * TILE_ROWS) blocks(r, TILE_ROWS, true);
+        for (; r + TILE_ROWS <= n; r += TILE_ROWS) blocks(r, TILE_ROWS, false);
+    }
+    if (r < n) {
+        shape_tiles(n - r);
+        blocks(r, n - r, false);
+    }
+}
+#else
+struct TileUse {};
+#endif
+
 // Blocks that fill the registers: wide machines have 32 for 16 lanes, the others fewer lanes and a panel in several parts.
 template <class W>
 __attribute__((noinline)) void panel_dots(Rows<W> x, i64 n, const W* w, i64 ldw, i64 cols, i64 k, float* out, i64 ld) {
     constexpr bool wide = LANES == 16;
+#if defined(TILES)
+    if constexpr (std::is_same_v<W, int8_t>)
+        if (n >= TILE_LEAST_ROWS && k % TILE_CHANNELS == 0 && tiles_allowed) return tile_dots(x, n, w, ldw, cols, k, out, ld);
+#endif
     auto block = [&](i64 r, auto rows) FLAT {
         panel_block<decltype(rows)::value, wide ? 2 : 1>(x.from(r), n - r, w, ldw, cols, k, out + r * ld, ld);
     };
@@ -852,6 +966,7 @@ constexpr i64 ROWS = 64, COLS = 32;  // the piece of a product that one task mak
 template <class F> void tasks(i64 n, i64 width, i64 k, const F& body) {
     i64 tall = (n + ROWS - 1) / ROWS, wide = (width + COLS - 1) / COLS;
     parallel(tall * wide, double(std::min(n, ROWS) + 2) * COLS * k / 16, [&](i64 begin, i64 end) {
+        [[maybe_unused]] TileUse use;
         for (i64 task = begin; task < end; ++task) {
             i64 r = task / wide * ROWS, c = task % wide * COLS;
             body(r, std::min(ROWS, n - r), c, std::min(COLS, width - c));
@@ -1627,6 +1742,7 @@ template <class W> void moe(Args a) {
     SCRATCH(i32, x_sum, routes);
     SCRATCH(i32, h_sum, routes);
     SCRATCH(int8_t, x_int8, exact ? n * d : 0);
+    SCRATCH(int8_t, x_sorted, exact ? routes * d : 0);
     SCRATCH(int8_t, h_int8, exact ? routes * f : 0);
     SCRATCH(float, token_scale, n);
     SCRATCH(i32, token_sum, n);
@@ -1636,7 +1752,8 @@ template <class W> void moe(Args a) {
             for (i64 t = begin; t < end; ++t) token_scale[t] = quantise_row(x[t], d, x_int8 + t * d, token_sum + t);
         });
         for (i64 p = 0; p < routes; ++p) {
-            x_at[p] = x_int8 + order[p] * d;
+            memcpy(x_sorted + p * d, x_int8 + order[p] * d, d);  // in a row, as the matrix unit wants them
+            x_at[p] = x_sorted + p * d;
             x_scale[p] = token_scale[order[p]];
             x_sum[p] = token_sum[order[p]];
             h_at[p] = h_int8 + p * f;
@@ -1652,6 +1769,7 @@ template <class W> void moe(Args a) {
     const double rows = double(routes) / std::max<i64>(pieces, 1) + 2;
     const i64 up_tasks = (f + COLS - 1) / COLS, down_tasks = (d + COLS - 1) / COLS;  // of a segment
     auto up_projection = [=](i64 begin, i64 end) {
+        [[maybe_unused]] TileUse use;
         float gate[ROWS * COLS], up[ROWS * COLS];
         for (i64 task = begin; task < end; ++task) {
             Segment s = segments[task / up_tasks];
@@ -1676,6 +1794,7 @@ template <class W> void moe(Args a) {
                 h_scale[p] = quantise_row(hidden + p * f, f, h_int8 + p * f, h_sum + p) * share[p];
     };
     auto down_projection = [=](i64 begin, i64 end) {
+        [[maybe_unused]] TileUse use;
         for (i64 task = begin; task < end; ++task) {
             Segment s = segments[task / down_tasks];
             i64 c = task % down_tasks * COLS, cols = std::min(COLS, d - c);
@@ -1858,7 +1977,7 @@ void dsv4_linear_int8(const Call* c) {
                 for (i64 j = 0; j < cols; ++j) to[i * width + j] += next[i * COLS + j];
         }
         for (i64 i = 0; i < count; ++i)
-            for (i64 j = 0; j < cols; ++j) to[i * width + j] *= w_scale[col + j];
+            each(cols, [&](i64 j, i64 m) FLAT { store(to + i * width + j, load(to + i * width + j, m) * load(w_scale + col + j, m), m); });
     });
 }
 
