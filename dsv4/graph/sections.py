@@ -15,7 +15,7 @@ from dsv4.graph.nodes import nodes_in, storage, tensors_in, written_nodes
 from dsv4.ops.row_split import Split
 
 MOST_ROWS = 64  # a call with more is worth splitting by itself, by rows and columns
-MOST_WEIGHTS = 200_000  # bytes of a matrix that every thread may read: more is better split by columns
+MOST_WEIGHTS = 2_000_000  # bytes of a matrix that every thread may read: a barrier costs more than that
 
 
 class Splits(Protocol):
