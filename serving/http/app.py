@@ -6,7 +6,7 @@ from starlette.middleware.cors import CORSMiddleware
 from serving.http import chat_completions, completions, errors, page, service
 from serving.http.context import Server
 from serving.http.farewell import Farewell
-from serving.http.middleware import AccessLog, ApiKeys, BodyLimit
+from serving.http.middleware import AccessLog, ApiKeys, BodyLimit, ConnectionLimit
 from serving.http.protocol_texts import ProtocolTexts
 from serving.http.settings import HttpSettings
 from serving.metrics import Metrics
@@ -49,5 +49,8 @@ def create_app(
         app.add_middleware(
             CORSMiddleware, allow_origins=settings.cors_origins, allow_methods=["*"], allow_headers=["*"]
         )
+    app.add_middleware(
+        ConnectionLimit, most=settings.max_connections, connections=lambda: server.connections(), farewell=farewell
+    )
     app.add_middleware(AccessLog)
     return app

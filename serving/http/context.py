@@ -28,7 +28,10 @@ _THREAD_CHARS = 8192
 
 @dataclass
 class Server:
-    """One app's engine, vocabulary, limits and numbers. `draining` turns new work away before a shutdown."""
+    """One app's engine, vocabulary, limits and numbers.
+
+    draining: turns new work away before a shutdown. connections: how many are open; whoever runs the app knows.
+    """
 
     engine: EngineClient
     tokenizer: Tokenizer
@@ -38,6 +41,7 @@ class Server:
     grammars: GrammarCompiler | None = None
     started: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
+    connections: Callable[[], int] = lambda: 0
     lifetime: Lifetime = field(init=False)
 
     def __post_init__(self) -> None:

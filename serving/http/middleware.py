@@ -1,4 +1,4 @@
-"""The manners around every route, as plain ASGI: request ids and access log, API keys, body limit."""
+"""The manners around every route, as plain ASGI: request ids and access log, connections, API keys, body limit."""
 
 import asyncio
 import hashlib
@@ -8,12 +8,12 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from dsv4.errors import RequestError
+from dsv4.errors import OverloadedError, RequestError
 from serving.http.errors import (
     ClientGoneError,
     ErrorResponse,
@@ -76,6 +76,26 @@ class AccessLog:
                     **state.get("access", {}),
                 }
                 access_logger.log(level, "%s", json.dumps(entry))
+
+
+class ConnectionLimit:
+    """Turns requests away while more connections are open than the server is to have; who asks for its health still hears.
+
+    connections: how many are open now, this one included.
+    """
+
+    def __init__(self, app: ASGIApp, most: int, connections: Callable[[], int], farewell: Farewell) -> None:
+        self._app = app
+        self._most = most
+        self._connections = connections
+        self._farewell = farewell
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in _QUIET or self._connections() <= self._most:
+            return await self._app(scope, receive, send)
+        error = OverloadedError(f"the server has its {self._most} connections: retry later")
+        status, body, headers = describe(error)
+        await self._farewell.answer(ErrorResponse(body, status, headers), scope, receive, send)
 
 
 class ApiKeys:

@@ -42,7 +42,6 @@ def serve(app: FastAPI, sockets: Sequence[socket.socket], *, drain_timeout_s: fl
         lifespan="on",
         timeout_graceful_shutdown=drain_timeout_s + _LAST_WORDS_S,
         timeout_keep_alive=30,
-        limit_concurrency=server.settings.max_connections,
     )
     share(sockets)
     _DrainingServer(config, server, drain_timeout_s).run(list(sockets))
@@ -65,6 +64,7 @@ class _DrainingServer(uvicorn.Server):
         super().__init__(config)
         self._server = server
         self._drain_timeout_s = drain_timeout_s
+        server.connections = lambda: len(self.server_state.connections)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

