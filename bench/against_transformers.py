@@ -93,8 +93,8 @@ class Comparison:
         self._engines: dict[tuple[str, int], BenchEngine] = {}
         self._reference = None
 
-    def _start(self, form: str, k: int) -> BenchEngine:
-        return BenchEngine(self.model, FORMS[form], k, self.threads, self.clock)
+    def _start(self, form: str, k: int, **flags) -> BenchEngine:
+        return BenchEngine(self.model, FORMS[form], k, self.threads, self.clock, **flags)
 
     def engine(self, form: str, k: int) -> BenchEngine:
         if (form, k) not in self._engines:
@@ -120,7 +120,7 @@ class Comparison:
             for batch in batches.values():
                 tokens = self.engine(form, 0).run(batch, TOKENS).tokens
                 known |= {tuple(p): t for p, t in zip(batch, tokens, strict=True)}
-            right[form] = self._start(form, 7)
+            right[form] = self._start(form, 7, adaptive=False)
             always_right(right[form].started.worker, known)
         rows = []
         for size, batch in batches.items():

@@ -61,15 +61,15 @@ def main() -> None:
                 tokens += len(plain)
                 same += sum(a == b for a, b in zip(plain, drafted, strict=True))
         now = engines[7].started.engine.stats().speculation
-        steps = now.verify_steps - before.verify_steps
+        steps, plain_steps = now.verify_steps - before.verify_steps, now.plain_steps - before.plain_steps
         accepted = 1 + (now.accepted - before.accepted) / steps
         rates = {k: (tokens - len(batches) * size) / s for k, s in seconds.items()}
         rows.append([f"{size}", *(f"{rate:,.0f}" for rate in rates.values()), f"{rates[7] / rates[0]:.2f}",
-                     f"{accepted:.2f}", f"{same:,} of {tokens:,}"])  # fmt: skip
+                     f"{accepted:.2f}", f"{plain_steps / (steps + plain_steps):.0%}", f"{same:,} of {tokens:,}"])  # fmt: skip
     for engine in engines.values():
         engine.close()
     print_table(f"{model}\nheld-out text, natural drafts",
-                ["batch", "K=0 tokens/s", "K=7 tokens/s", "K=7 / K=0", "tokens a step", "same tokens"], rows)  # fmt: skip
+                ["batch", "K=0 tokens/s", "K=7 tokens/s", "K=7 / K=0", "tokens a step", "without drafts", "same tokens"], rows)  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Engines for benchmarks: started in this process, driven request by request; and a drafter that is always right."""
 
 import asyncio
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,18 @@ class Timing:
 
 
 class BenchEngine:
-    """An engine over one form of a model. Prefix caching is off unless asked for: every prompt is computed."""
+    """An engine over one form of a model. Prefix caching is off unless asked for: every prompt is computed.
+
+    adaptive: whether steps that are faster without drafts verify none, if k > 0.
+    """
 
     def __init__(
-        self, model: Model, dtype: torch.dtype | None, k: int, threads: int, clock: Clock = time.perf_counter, **flags
+        self, model: Model, dtype: torch.dtype | None, k: int, threads: int, clock: Clock = time.perf_counter,
+        adaptive: bool = True, **flags,
     ) -> None:  # fmt: skip
         flags = {"max_num_seqs": 8, "max_model_len": model.max_positions, "enable_prefix_caching": False} | flags
-        args = EngineArgs(model="bench", threads=threads, num_speculative_tokens=k, **flags)
+        asked = {"method": "dspark", "num_speculative_tokens": k, "adaptive": adaptive}
+        args = EngineArgs(model="bench", threads=threads, speculative_config=json.dumps(asked), **flags)
         self.k, self._clock = k, clock
         give_way()  # as `build_engine` does
         self.started: Started = start_engine(

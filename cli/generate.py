@@ -22,6 +22,7 @@ def speculation_record(s: Speculation) -> dict[str, Any]:
     return {
         "verify_steps": s.verify_steps,
         "fallback_steps": s.fallback_steps,
+        "plain_steps": s.plain_steps,
         "proposed": s.proposed,
         "accepted": s.accepted,
         "mean_accepted_length": round(s.mean_accepted_length, 4),

@@ -40,7 +40,7 @@ _HELP: dict[str, tuple[tuple[str, ...], str, str]] = {
     "max_waiting": ((), "Requests queued before new ones get 503.", "Scheduling"),
     "enable_chunked_prefill": ((), "Split long prompts over steps.", "Scheduling"),
     "data_parallel_routing": ((), "Accepted for compatibility: groups are chosen by prefix, then load.", "Scheduling"),
-    "speculative_config": ((), """'{"method":"dspark","num_speculative_tokens":7}' drafts seven tokens a step.""", "Speculation"),
+    "speculative_config": ((), """'{"method":"dspark","num_speculative_tokens":7}' drafts seven tokens a step; "adaptive" (default: true on a CPU): not where a step without drafts is faster.""", "Speculation"),
     "num_speculative_tokens": ((), "Old alias of --speculative-config.", "Speculation"),
     "ring_heap": ((), "Accepted and ignored (with a warning).", "Compatibility"),
     "ring_task_window": ((), "Accepted and ignored (with a warning).", "Compatibility"),

@@ -19,6 +19,7 @@ MAX_CHUNK = 8192
 MAX_THREADS = 1024
 GROUP_ROWS = 64  # requests that one TP group can seat
 CONTEXT_CEILING = 1_048_576
+_SPECULATION = ("method", "num_speculative_tokens", "adaptive")
 NPU_LAYOUTS = ((4, 16, 4), (2, 8, 4))  # (dp, ep, tp)
 
 
@@ -60,13 +61,15 @@ class EngineArgs:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineSettings:
-    """Flags that fit the model. `chunk` is the longest prefill chunk of one request; `k` the draft width, 0 or 7."""
+    """Flags that fit the model. `chunk` is the longest prefill chunk of one request; `k` the draft width, 0 or 7; `adaptive`
+    says whether steps that are faster without drafts verify none."""
 
     args: EngineArgs
     platform: Literal["cpu", "a2a3"]
     parallel: ParallelConfig
     devices: tuple[int, ...]
     k: int
+    adaptive: bool
     chunk: int
 
     @property
@@ -74,8 +77,13 @@ class EngineSettings:
         return self.parallel.dp
 
 
-def draft_width(speculative_config: str | None, num_speculative_tokens: int | None) -> int:
-    """K from `--speculative-config` or its old alias: 0 or 7. Raises ConfigError naming the field."""
+def speculation(
+    speculative_config: str | None, num_speculative_tokens: int | None, adaptive: bool = False
+) -> tuple[int, bool]:
+    """K (0 or 7) and whether it is adaptive, from `--speculative-config` or its old alias. Raises ConfigError naming the field.
+
+    adaptive: what it is if nothing is said.
+    """
     if speculative_config is None:
         k, name = (0 if num_speculative_tokens is None else num_speculative_tokens), "--num-speculative-tokens"
     else:
@@ -93,16 +101,18 @@ def draft_width(speculative_config: str | None, num_speculative_tokens: int | No
         method = raw.get("method")
         if method != "dspark":
             raise ConfigError(f"--speculative-config: method is {method!r}, expected 'dspark'")
-        if unknown := raw.keys() - {"method", "num_speculative_tokens"}:
+        if unknown := raw.keys() - set(_SPECULATION):
             raise ConfigError(
-                f"--speculative-config: unknown field {sorted(unknown)[0]!r}; fields are method, num_speculative_tokens"
+                f"--speculative-config: unknown field {sorted(unknown)[0]!r}; fields are {', '.join(_SPECULATION)}"
             )
-        k = raw.get("num_speculative_tokens", 0)
+        k, adaptive = raw.get("num_speculative_tokens", 0), raw.get("adaptive", adaptive)
+        if not isinstance(adaptive, bool):
+            raise ConfigError(f"--speculative-config: adaptive is {adaptive!r}, expected true or false")
     if not isinstance(k, int) or isinstance(k, bool) or k not in (0, 7):
         raise ConfigError(
             f"{name} is {k!r}, expected the integer 7 (DSpark drafts seven tokens), or 0 for the target alone"
         )
-    return k
+    return k, adaptive and k > 0
 
 
 def parse_devices(device: int | None, devices: str | None, ranks: int) -> tuple[int, ...]:
@@ -167,7 +177,7 @@ def check_drafter(cfg: ModelConfig) -> None:
 
 def resolve(args: EngineArgs, cfg: ModelConfig, platform: Literal["cpu", "a2a3"]) -> EngineSettings:
     """Checks every flag, in the order of the original, and returns what they amount to. Raises ConfigError."""
-    k = draft_width(args.speculative_config, args.num_speculative_tokens)
+    k, adaptive = speculation(args.speculative_config, args.num_speculative_tokens, adaptive=platform == "cpu")
     parallel, devices = _layout(args, platform)
     parallel.validate(cfg)
     if args.block_size != PAGE_TOKENS:
@@ -217,5 +227,6 @@ def resolve(args: EngineArgs, cfg: ModelConfig, platform: Literal["cpu", "a2a3"]
     if k:
         check_drafter(cfg)
     return EngineSettings(
-        args=args, platform=platform, parallel=parallel, devices=devices, k=k, chunk=max(1, min(bounds))
+        args=args, platform=platform, parallel=parallel, devices=devices, k=k, adaptive=adaptive,
+        chunk=max(1, min(bounds)),
     )  # fmt: skip

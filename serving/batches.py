@@ -2,7 +2,8 @@
 
 A step is a list of launches in a fixed order: prefill launches (tiles packed in plan order), then seeds (K > 0: a request's
 first drafts, just before its first decode row, so that its first token need not wait for them), then one decode or speculate
-launch. Everything here is numpy int32 and picklable: it is what one engine process sends to its workers.
+launch. With K > 0 a step may decode plainly (`serving/pace.py`); its slots are seeded again before they next verify drafts.
+Everything here is numpy int32 and picklable: it is what one engine process sends to its workers.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,8 +43,8 @@ class Buckets:
         whole = next(at for at in self.tiles if at[0] == longest)
         return tuple(dict.fromkeys((self.tiles[0], whole, self.tiles[-1])))
 
-    def shapes(self, k: int) -> Iterator[StepShape]:
-        """Every program of a server with k drafts."""
+    def shapes(self, k: int, *, adaptive: bool = False) -> Iterator[StepShape]:
+        """Every program of a server with k drafts; adaptive: those of steps that verify none, too."""
         for pages in self.pages:
             for full in (False, True):
                 for query_len, rows in self.full_tiles if full else self.tiles:
@@ -53,6 +54,10 @@ class Buckets:
         if k:
             for rows in self.rows:
                 yield StepShape("seed", rows, k, self.pages[0])  # drafting sees a window, never the history
+        if k and adaptive:
+            for pages in self.pages:
+                for rows in self.rows:
+                    yield StepShape("decode", rows, 1, pages)
 
 
 def default_buckets(max_model_len: int, max_rows: int, max_tiles: int, tile: int, *, fine: bool = False) -> Buckets:
@@ -135,18 +140,24 @@ class BatchBuilder:
         self._k = k
         self._words = -(-vocab_size // 32)
         self._tile = max(query_len for query_len, _ in buckets.tiles)
-        self._unseeded: set[int] = set()  # slots whose prompt has ended and whose drafter has not run yet
+        self._unseeded: set[int] = set()  # slots whose drafter has not run since their last token
 
-    def build(self, plan: PartitionPlan, extras: Mapping[int, RowExtras] | None = None) -> StepWork:
-        """The launches of a plan, in the order of this module's docstring. `extras` by slot makes them full steps."""
+    def build(
+        self, plan: PartitionPlan, extras: Mapping[int, RowExtras] | None = None, *, drafts: bool = True
+    ) -> StepWork:
+        """The launches of a plan, in the order of this module's docstring. `extras` by slot makes them full steps.
+
+        drafts: whether decode rows verify drafts, if K > 0; full steps always do.
+        """
         extras = extras or {}
+        drafts = drafts and self._k > 0
         launches = list(self._prefill(plan.prefill, extras))
-        if self._k and (slots := self._seeds(plan, extras)):
+        if self._k and (slots := self._seeds(plan, extras, drafts)):
             launches += self._rows("seed", self._k, slots, 0, {})
         if plan.decode:
-            kind: StepKind = "speculate" if self._k else "decode"
+            kind: StepKind = "speculate" if drafts else "decode"
             reach = max(min(seat.upper, seat.request.limit) for seat in plan.decode)
-            launches += self._rows(kind, self._k + 1, plan.slots, reach, extras)
+            launches += self._rows(kind, self._k + 1 if drafts else 1, plan.slots, reach, extras)
         tables = {
             group: tuple(np.array(column, np.int32) for column in (updates.slots, updates.columns, updates.pages))
             for group, updates in plan.table_updates.items()
@@ -154,12 +165,14 @@ class BatchBuilder:
         }
         return StepWork(tables, tuple(launches))
 
-    def _seeds(self, plan: PartitionPlan, extras: Mapping[int, RowExtras]) -> list[int]:
-        """Slots to draft for in this step: those about to decode, and those whose drafts the host must know before they do."""
+    def _seeds(self, plan: PartitionPlan, extras: Mapping[int, RowExtras], drafts: bool) -> list[int]:
+        """Slots to draft for in this step: those about to verify, and those whose drafts the host must know before they do."""
         self._unseeded |= {chunk.slot for chunk in plan.finals}
         told = extras.keys() & {chunk.slot for chunk in plan.finals}
-        slots = sorted(self._unseeded & (told | set(plan.slots)))
+        slots = sorted(self._unseeded & (told | set(plan.slots if drafts else ())))
         self._unseeded -= set(slots)
+        if not drafts:
+            self._unseeded |= set(plan.slots)
         return slots
 
     def result(
@@ -176,7 +189,8 @@ class BatchBuilder:
             elif launch.shape.kind != "seed":
                 tokens, count = out["tokens"].tolist(), out["count"].tolist()
                 rows += [tokens[r][: count[r]] for r in range(launch.live)]
-                proposed += out["proposed"][: launch.live].tolist()
+                if launch.shape.kind == "speculate":
+                    proposed += out["proposed"][: launch.live].tolist()
         return PartitionResult(first, rows, proposed)
 
     def details(self, work: StepWork, outputs: Sequence[dict[str, Array]]) -> dict[int, RowDetails]:

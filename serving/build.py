@@ -22,6 +22,7 @@ from serving.batches import BatchBuilder, Buckets, default_buckets
 from serving.capacity import CACHED_BLOCKS, PagePlan, host_memory_bytes, plan_pages
 from serving.engine import Engine
 from serving.executor import Executor
+from serving.pace import AdaptivePace
 from serving.pages import PageGroup, page_groups
 from serving.plan import SchedulerConfig
 from serving.platform import choose_platform
@@ -58,7 +59,7 @@ class Built:
         """(what, value) lines for the start of a server."""
         args, s, started = self.settings.args, self.settings, self.started
         p, plan = s.parallel, started.plan
-        drafting = f"K={s.k} (DSpark)" if s.k else "K=0"
+        drafting = f"K={s.k} (DSpark{', adaptive' * s.adaptive})" if s.k else "K=0"
         return [
             ("model", f"{self.engine.model_name} ({self.cfg.num_hidden_layers} layers, {started.weight_bytes / 2**20:,.1f} MiB)"),
             ("platform", f"{s.platform}, target {started.target}, devices {','.join(map(str, s.devices))}"),
@@ -172,7 +173,7 @@ def start_engine(
         widths={group.name: config.table_width(group) for group in groups},
         slots=rows,
         k=settings.k,
-        shapes=buckets.shapes(settings.k),
+        shapes=buckets.shapes(settings.k, adaptive=settings.adaptive),
         target=platform.target,
         device=platform.device(settings.devices[0]),
     )
@@ -210,6 +211,7 @@ def make_engine(
         num_speculative_tokens=settings.k,
         step_deadline_s=args.step_timeout,
         align=aligner(buckets, rows, cfg.vocab_size) if settings.partitions > 1 else list,
+        pace=AdaptivePace(buckets.rows) if settings.adaptive else None,
     )
 
 
@@ -248,7 +250,7 @@ def start_ranks(
         widths={group.name: config.table_width(group) for group in groups},
         slots=rows,
         k=settings.k,
-        shapes=tuple(buckets.shapes(settings.k)),
+        shapes=tuple(buckets.shapes(settings.k, adaptive=settings.adaptive)),
         max_positions=positions,
     )
     executor = RankExecutor(setup, step_deadline_s=args.step_timeout, report=progress)

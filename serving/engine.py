@@ -9,6 +9,7 @@ step's tokens, and it does so with the next step already launched.
 import asyncio
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,7 +20,8 @@ from dsv4.errors import Dsv4Error, EngineError, UnavailableError
 from dsv4.model.choose import TOP
 from serving.batches import BatchBuilder, RowDetails, RowExtras, StepWork
 from serving.executor import Executor, StepOutputs
-from serving.plan import RequestEvent, ScheduledRequest, StepPlan
+from serving.pace import Pace
+from serving.plan import PartitionResult, RequestEvent, ScheduledRequest, StepPlan
 from serving.protocol import EngineStats
 from serving.request import EngineOutput, FinishReason, SamplingParams, Speculation, TokenLogprobs
 from serving.scheduler import Scheduler
@@ -27,6 +29,7 @@ from serving.scheduler import Scheduler
 log = logging.getLogger("dsv4.engine")
 
 PROGRESS_STEPS = 500
+_DECODING = ("decode", "speculate")
 
 
 class _Stream:
@@ -50,18 +53,24 @@ class _Stream:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step in flight: its plan, its work, and by partition and slot the special requests in it."""
+    """A step in flight: its plan, its work, and by partition and slot the special requests in it.
+
+    drafts: whether its decode rows verify some, launched: when it was handed over.
+    """
 
     plan: StepPlan
     work: Sequence[StepWork]
     future: "Future[StepOutputs]"
     special: Sequence[dict[int, str]]
+    drafts: bool
+    launched: float
 
 
 class Engine:
     """Implements `serving.protocol.EngineClient` over a scheduler and an executor.
 
     step_deadline_s: a step that takes longer makes the engine unhealthy. align: gives partitions a common sequence of shapes.
+    pace: decides which steps verify drafts; without one all do.
     """
 
     def __init__(
@@ -78,6 +87,7 @@ class Engine:
         num_speculative_tokens: int = 0,
         step_deadline_s: float = 120.0,
         align: Callable[[Sequence[StepWork]], Sequence[StepWork]] = list,
+        pace: Pace | None = None,
     ) -> None:
         self.model_name = model_name
         self.max_model_len = max_model_len
@@ -89,6 +99,8 @@ class Engine:
         self._scheduler = scheduler
         self._builders = builders
         self._align = align
+        self._pace = pace
+        self._done = 0.0  # when the last finished step's results were here
         self._executor = executor
         self._deadline_s = step_deadline_s
         self._streams: dict[str, _Stream] = {}
@@ -244,8 +256,21 @@ class Engine:
                     if stream is not None and stream.is_special:
                         found[seat.slot] = seat.request.request_id
                         wants[seat.slot] = self._wanted(seat.request.request_id, stream)
-        work = self._align([b.build(p, e) for b, p, e in zip(self._builders, plan.partitions, extras, strict=True)])
-        return _Step(plan, work, self._executor.submit(work), special)
+        drafts, rows = True, _rows(plan)
+        if self._pace is not None and rows and not any(extras):
+            drafts = self._pace.drafts(rows)
+        parts = zip(self._builders, plan.partitions, extras, strict=True)
+        work = self._align([builder.build(part, wants, drafts=drafts) for builder, part, wants in parts])
+        launched = time.perf_counter()
+        return _Step(plan, work, self._executor.submit(work), special, drafts, launched)
+
+    def _keep_pace(self, step: _Step, results: Sequence[PartitionResult]) -> None:
+        """Tells the pace what a step of plain decode rows took: the time since it was the oldest in flight."""
+        began, self._done = max(step.launched, self._done), time.perf_counter()
+        rows = [row for result in results for row in result.rows]
+        launches = [launch for work in step.work for launch in work.launches]
+        if self._pace is not None and rows and all(la.shape.kind in _DECODING and not la.shape.full for la in launches):
+            self._pace.record(_rows(step.plan), step.drafts, self._done - began, sum(map(len, rows)) / len(rows))
 
     def _wanted(self, request_id: str, stream: _Stream) -> RowExtras:
         """Masks of a constrained request's next rows, with the tokens that its grammar forces put into the drafts."""
@@ -275,6 +300,7 @@ class Engine:
             raise
         parts = list(zip(self._builders, step.plan.partitions, step.work, outputs, strict=True))
         results = [builder.result(part, work, out) for builder, part, work, out in parts]
+        self._keep_pace(step, results)
         with self._wake:
             events = self._scheduler.commit(step.plan, results)
         if self._totals.verify_steps and self.steps % PROGRESS_STEPS == 0:
@@ -352,17 +378,19 @@ class Engine:
         """One line, after the first request that drafted and every PROGRESS_STEPS steps: sums over finished requests."""
         t = self._totals
         log.info(
-            "DSpark speculation progress: requests=%d verifies=%d proposed=%d accepted=%d mean_len=%.2f fallbacks=%d",
+            "DSpark speculation progress: requests=%d verifies=%d proposed=%d accepted=%d mean_len=%.2f fallbacks=%d "
+            "plain=%d",
             len(self._streams), t.verify_steps, t.proposed, t.accepted, t.mean_accepted_length, t.fallback_steps,
+            t.plain_steps,
         )  # fmt: skip
 
     def _count(self, request_id: str, one: Speculation) -> None:
         if one.verify_steps:
             log.info(
                 "DSpark speculation finished: request=%s verifies=%d proposed=%d accepted=%d mean_len=%.2f fallbacks=%d "
-                "per_position=%s",
+                "plain=%d per_position=%s",
                 request_id, one.verify_steps, one.proposed, one.accepted, one.mean_accepted_length, one.fallback_steps,
-                one.accepted_per_position,
+                one.plain_steps, one.accepted_per_position,
             )  # fmt: skip
         total = self._totals
         for position, count in enumerate(one.accepted_per_position):
@@ -371,10 +399,16 @@ class Engine:
             total.accepted_per_position[position] += count
         total.verify_steps += one.verify_steps
         total.fallback_steps += one.fallback_steps
+        total.plain_steps += one.plain_steps
         total.proposed += one.proposed
         total.accepted += one.accepted
         if total.verify_steps == one.verify_steps > 0:
             self._log_progress()
+
+
+def _rows(plan: StepPlan) -> int:
+    """Decode rows of the partition that has most."""
+    return max(len(part.decode) for part in plan.partitions)
 
 
 def _put(outputs: Sequence[tuple[_Stream, EngineOutput]]) -> None:

@@ -125,6 +125,7 @@ class _EngineCollector(Collector):
             ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_hits),
             ("num_preemptions", "Requests put back to the queue for lack of pages.", stats.preemptions),
             ("spec_decode_num_drafts", "Verify steps.", speculation.verify_steps),
+            ("spec_decode_num_plain_steps", "Steps without drafts because that was faster.", speculation.plain_steps),
             ("spec_decode_num_draft_tokens", "Tokens proposed by the drafter.", speculation.proposed),
             ("spec_decode_num_accepted_tokens", "Proposed tokens that the target confirmed.", speculation.accepted),
         ):

@@ -266,7 +266,7 @@ class PartitionResult(NamedTuple):
     """What one partition's step returned, in plan order.
 
     first_tokens: one per final chunk.   rows: per decode row its 1 .. K + 1 new tokens.
-    proposed: per decode row, drafts it verified (fewer than K near the limit); unused at K=0.
+    proposed: per decode row, drafts it verified (fewer than K near the limit); empty for a step that verifies none.
     """
 
     first_tokens: Sequence[int] = ()

@@ -52,6 +52,7 @@ class Speculation:
 
     verify_steps: int = 0
     fallback_steps: int = 0  # verify steps that had room for fewer than K drafts
+    plain_steps: int = 0  # steps without drafts because that was faster (`serving/pace.py`); not among verify_steps
     proposed: int = 0
     accepted: int = 0
     accepted_per_position: list[int] = field(default_factory=list)

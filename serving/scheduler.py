@@ -350,7 +350,7 @@ class Scheduler:
 
     def _commit_decode(self, seats: list[Seat], result: PartitionResult, events: list[RequestEvent]) -> None:
         rows, drafts = self._config.decode_rows, self._config.num_speculative_tokens
-        proposed = result.proposed if drafts else itertools.repeat(0, len(seats))
+        proposed = result.proposed or itertools.repeat(None, len(seats))
         for seat, tokens, offered in zip(seats, result.rows, proposed, strict=True):
             if not seat.live:
                 continue
@@ -363,7 +363,10 @@ class Scheduler:
             if drafts:
                 seat.lower += count - 1
                 seat.upper -= rows - count
-                seat.request.speculation.record(offered, count - 1, drafts)
+                if offered is None:
+                    seat.request.speculation.plain_steps += 1
+                else:
+                    seat.request.speculation.record(offered, count - 1, drafts)
             events.append(self._extend(seat, tokens))
 
     def _extend(self, seat: Seat, tokens: Sequence[int]) -> RequestEvent:

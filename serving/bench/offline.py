@@ -30,7 +30,7 @@ def add(total: Speculation, one: Speculation) -> None:
     width = max(len(total.accepted_per_position), len(one.accepted_per_position))
     for counts in (total, one):
         counts.accepted_per_position += [0] * (width - len(counts.accepted_per_position))
-    for name in ("verify_steps", "fallback_steps", "proposed", "accepted"):
+    for name in ("verify_steps", "fallback_steps", "plain_steps", "proposed", "accepted"):
         setattr(total, name, getattr(total, name) + getattr(one, name))
     total.accepted_per_position = [
         a + b for a, b in zip(total.accepted_per_position, one.accepted_per_position, strict=True)

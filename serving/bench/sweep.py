@@ -1,11 +1,12 @@
 """The loads of one benchmark, run one after the other: batches offline, arrival rates online, cold and warm prefixes."""
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, replace
 
 from dsv4.checkpoint.demo import model_path
-from serving.args import EngineArgs
+from serving.args import EngineArgs, speculation
 from serving.bench.client import Endpoint
 from serving.bench.offline import run_batches
 from serving.bench.online import run_arrivals, served_model
@@ -68,8 +69,12 @@ class Sweep:
 
 
 def at_width(args: EngineArgs, k: int) -> EngineArgs:
-    """The same engine with k drafts."""
-    return replace(args, speculative_config=None, num_speculative_tokens=k)
+    """The same engine with k drafts, adaptive or not as `args` asks. Raises ConfigError if `args` asks for something else."""
+    if args.speculative_config is None:
+        return replace(args, num_speculative_tokens=k)
+    speculation(args.speculative_config, None)
+    asked = json.loads(args.speculative_config) | {"num_speculative_tokens": k}
+    return replace(args, speculative_config=json.dumps(asked), num_speculative_tokens=None)
 
 
 def serve_flags(args: EngineArgs) -> list[str]:

@@ -135,6 +135,7 @@ def _stats(server: Server) -> dict[str, Any]:
             "num_speculative_tokens": server.engine.num_speculative_tokens,
             "verify_steps": speculation.verify_steps,
             "fallback_steps": speculation.fallback_steps,
+            "plain_steps": speculation.plain_steps,
             "proposed": speculation.proposed,
             "accepted": speculation.accepted,
             "accepted_per_position": list(speculation.accepted_per_position),

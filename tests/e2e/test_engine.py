@@ -53,6 +53,48 @@ def test_mixed_traffic(form: str, k: int) -> None:
     assert got == [lone(form, ids, n) for ids, n in zip(prompts, counts, strict=True)]
 
 
+class Whim:
+    """A pace without reason: what it says of the next step is a coin's."""
+
+    def __init__(self, seed: int) -> None:
+        self.coin, self.told = random.Random(seed), {True: 0, False: 0}
+
+    def drafts(self, rows: int) -> bool:
+        return self.coin.random() < 0.5
+
+    def record(self, rows: int, drafted: bool, seconds: float, tokens: float) -> None:
+        assert rows > 0 and seconds > 0 and tokens <= (8 if drafted else 1)
+        self.told[drafted] += 1
+
+
+@pytest.mark.parametrize("form", ["f32", "w8a8"])
+def test_steps_with_and_without_drafts_in_any_order(form: str) -> None:
+    """Whichever steps verify drafts, tokens are those of K = 0; plain steps are counted as such, and seeds follow them."""
+    rng = random.Random(7)
+    prompts = [prompt(rng.choice([1, 2, 17, 127, 128, 129, 200, 300]), i % 9) for i in range(18)]
+    counts = [rng.randrange(1, 40) for _ in prompts]
+    flags = {"max_num_seqs": 5, "max_num_batched_tokens": 200}
+    with running(CFG, k_params(form, 7), 7, **flags) as started:
+        pace = started.engine._pace = Whim(3)
+        for _ in range(2):  # the second time from the prefix cache
+            got = generate(started.engine, prompts, counts)
+            assert got == [lone(form, ids, n) for ids, n in zip(prompts, counts, strict=True)]
+        started.scheduler.check()
+        done = started.engine.stats().speculation
+        assert started.worker.programs.frozen
+        assert all(s.traces == s.compiles == 1 for s in started.worker.programs.stats().values())
+    assert done.plain_steps > 50 and done.verify_steps > 50 and min(pace.told.values()) > 10
+
+
+def test_drafts_that_are_refused_are_no_longer_made() -> None:
+    """Random weights accept nothing: after the first trial the engine decodes plainly, with the same tokens."""
+    ids = prompt(40, 5)
+    with running(CFG, k_params("f32", 7), 7) as started:
+        assert generate(started.engine, [ids], 400) == [lone("f32", ids, 400)]
+        done = started.engine.stats().speculation
+    assert done.plain_steps > 100 and done.verify_steps >= 64
+
+
 @pytest.mark.parametrize("k", [0, 7])
 def test_chunk_sizes_and_prefix_hits(k: int) -> None:
     """Cold = hot = hot after reuse, for every chunk size, around the 128-token boundaries; hits exactly by the rule."""

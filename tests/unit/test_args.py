@@ -40,12 +40,21 @@ def test_defaults_on_a_cpu() -> None:
     assert (settings.k, settings.devices, settings.chunk) == (0, (0,), 2048)
 
 
+def test_drafting_is_adaptive_on_a_cpu_unless_told() -> None:
+    assert check("cpu", num_speculative_tokens=7).adaptive and check("cpu", **spec(num_speculative_tokens=7)).adaptive
+    assert not check("cpu", **spec(num_speculative_tokens=7, adaptive=False)).adaptive
+    assert not check("cpu").adaptive and not check("cpu", **spec(num_speculative_tokens=0, adaptive=True)).adaptive
+    assert not check("a2a3", **EIGHT, **spec(num_speculative_tokens=7)).adaptive
+    assert check("a2a3", **EIGHT, **spec(num_speculative_tokens=7, adaptive=True)).adaptive
+
+
 BAD = {
     "not JSON": ({"speculative_config": "{"}, "expected a JSON object"),
     "not an object": ({"speculative_config": "[7]"}, "expected a JSON object"),
     "method": (spec() | {"speculative_config": '{"method":"eagle"}'}, "method is 'eagle'"),
     "unknown field": (spec(draft="x"), "unknown field 'draft'"),
     "K = 5": (spec(num_speculative_tokens=5), "is 5, expected the integer 7"),
+    "adaptive": (spec(num_speculative_tokens=7, adaptive="yes"), "adaptive is 'yes', expected true or false"),
     "K = true": (spec(num_speculative_tokens=True), "is True"),
     "K = 7.0": (spec(num_speculative_tokens=7.0), "is 7.0"),
     "both": (spec() | {"num_speculative_tokens": 7}, "exclude each other"),

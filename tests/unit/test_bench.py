@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from cli.bench import table
 from cli.main import app
 from dsv4.errors import ConfigError, Dsv4Error, EngineError
-from serving.args import EngineArgs
+from serving.args import EngineArgs, speculation
 from serving.bench.client import Endpoint
 from serving.bench.offline import add, run_batches
 from serving.bench.online import poisson_arrivals, run_arrivals, speculation_counters
@@ -223,10 +223,19 @@ def test_prompts(encode) -> None:
 
 
 def test_flags_of_the_own_server() -> None:
-    args = at_width(EngineArgs(model="m", speculative_config="{}", enable_prefix_caching=False, threads=1), 7)
+    args = at_width(EngineArgs(model="m", num_speculative_tokens=0, enable_prefix_caching=False, threads=1), 7)
     assert serve_flags(args) == [
         "--model", "m", "--no-enable-prefix-caching", "--num-speculative-tokens", "7", "--threads", "1"
     ]  # fmt: skip
+
+
+def test_the_width_changes_and_the_rest_of_the_speculation_stays() -> None:
+    asked = '{"method":"dspark","num_speculative_tokens":7,"adaptive":false}'
+    for k in (0, 7):
+        args = at_width(EngineArgs(model="m", speculative_config=asked), k)
+        assert speculation(args.speculative_config, args.num_speculative_tokens, True) == (k, False)
+    with pytest.raises(ConfigError, match="method is None"):
+        at_width(EngineArgs(model="m", speculative_config="{}"), 7)
 
 
 class TwoSteps:

@@ -75,6 +75,26 @@ def test_first_drafts_wait_for_the_first_decode_row() -> None:
     assert kinds([], [5]) == [("speculate", [5])]
 
 
+def test_slots_are_seeded_again_after_plain_steps() -> None:
+    buckets = default_buckets(4096, SLOTS, 4, 128)
+    builder = BatchBuilder(buckets, SLOTS, 7, 64)
+    shapes = set(buckets.shapes(7, adaptive=True))
+
+    def kinds(decode: list[int], drafts: bool, extras=None) -> list[tuple[str, list[int]]]:
+        seats = [SimpleNamespace(slot=s, upper=20, request=SimpleNamespace(limit=99)) for s in decode]
+        work = builder.build(PartitionPlan({}, decode=seats), extras, drafts=drafts)
+        assert {launch.shape for launch in work.launches} <= shapes
+        return [(at.shape.kind, at.arrays["slots"][: at.live].tolist()) for at in work.launches]
+
+    assert kinds([1, 2], True) == [("speculate", [1, 2])]
+    assert kinds([2, 3], False) == [("decode", [2, 3])]
+    assert kinds([2], False) == [("decode", [2])]
+    assert kinds([1, 3], True) == [("seed", [3]), ("speculate", [1, 3])]
+    assert kinds([1, 2, 3], True) == [("seed", [2]), ("speculate", [1, 2, 3])]
+    assert kinds([1, 2, 3], True) == [("speculate", [1, 2, 3])]
+    assert not {s for s in buckets.shapes(7) if s.kind == "decode"}
+
+
 def test_full_steps_come_in_few_sizes() -> None:
     buckets = default_buckets(1024, SLOTS, 4, 128, fine=True)
     assert buckets.full_tiles == ((16, 1), (128, 1), (128, 4))
