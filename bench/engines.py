@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from bench.models import Model
@@ -84,9 +85,9 @@ def always_right(worker: Worker, known: Mapping[tuple[int, ...], Sequence[int]])
 
     known: prompts of at most one prefill tile, with what K=0 answers. The drafter's cost stays in the figures.
     """
-    sequences: dict[int, torch.Tensor] = {}
-    replay, state = worker._replay, worker.state
-    k = state.drafts.shape[1]
+    sequences: dict[int, np.ndarray] = {}
+    replay, drafts, position = worker._replay, worker.state.drafts.numpy(), worker.state.position.numpy()
+    k = drafts.shape[1]
 
     def forced(launch):
         out = replay(launch)
@@ -95,12 +96,12 @@ def always_right(worker: Worker, known: Mapping[tuple[int, ...], Sequence[int]])
                 prompt = tuple(ids[:length].tolist())
                 if prompt in known:
                     tail = [0] * (k + 1)
-                    sequences[int(slot)] = torch.tensor([*prompt, *known[prompt], *tail], dtype=torch.int32)
+                    sequences[int(slot)] = np.array([*prompt, *known[prompt], *tail], np.int32)
         else:
             for slot in launch.arrays["slots"][: launch.live].tolist():
-                after = int(state.position[slot]) + 1
+                after = int(position[slot]) + 1
                 if slot in sequences and after + k <= len(sequences[slot]):
-                    state.drafts[slot] = sequences[slot][after : after + k]
+                    drafts[slot] = sequences[slot][after : after + k]
         return out
 
     worker._replay = forced

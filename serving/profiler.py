@@ -37,6 +37,6 @@ class StepProfiler:
         profiler.export_chrome_trace(str(self._out))
         return self._out
 
-    def span(self, name: str) -> AbstractContextManager[object]:
+    def span(self, name: object) -> AbstractContextManager[object]:
         """A named stretch of the timeline; free while off."""
-        return nullcontext() if self._profiler is None else torch.profiler.record_function(name)
+        return nullcontext() if self._profiler is None else torch.profiler.record_function(str(name))

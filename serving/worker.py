@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from dsv4.batch import Extras, PrefillBatch, RowBatch, RowState, SeedOutput, StepOutput, make_row_state
+from dsv4.batch import Extras, PrefillBatch, RowBatch, RowState, make_row_state
 from dsv4.cache import Cache, Pages, make_cache
 from dsv4.config import ModelConfig, StepShape
 from dsv4.errors import EngineError
@@ -49,21 +49,6 @@ def example_batch(shape: StepShape, vocab_size: int) -> PrefillBatch | RowBatch:
         return RowBatch(slots=zeros(rows), extras=extras)
     columns = {name: zeros(rows) for name in ("slots", "start", "length", "last", "final", "limit", "eos")}
     return PrefillBatch(**columns, ids=zeros(rows, shape.query_len), extras=extras)
-
-
-def make_batch(kind: str, arrays: dict[str, Array]) -> PrefillBatch | RowBatch:
-    """The batch whose leaves are these arrays, by name; no copy."""
-    leaves = {name: torch.from_numpy(array) for name, array in arrays.items()}
-    extras = Extras(mask=leaves.pop("mask"), drafts=leaves.pop("drafts")) if "mask" in leaves else None
-    return (PrefillBatch if kind == "prefill" else RowBatch)(**leaves, extras=extras)
-
-
-def output_arrays(out: StepOutput | SeedOutput) -> dict[str, Array]:
-    """An output's leaves by name, those of its scores among them."""
-    leaves = dict(vars(out))
-    if scores := leaves.pop("scores", None):
-        leaves |= vars(scores)
-    return {name: leaf.numpy() for name, leaf in leaves.items() if leaf is not None}
 
 
 class Worker:
@@ -130,10 +115,8 @@ class Worker:
         return arrays
 
     def _replay(self, launch: Launch) -> dict[str, Array]:
-        batch = make_batch(launch.shape.kind, launch.arrays)
-        with self.profiler.span(str(launch.shape)):
-            out, _, _ = self.programs[launch.shape](batch)
-        return output_arrays(out)
+        with self.profiler.span(launch.shape):
+            return self.programs[launch.shape].on_host(launch.arrays)
 
     def execute(self, work: StepWork) -> list[dict[str, Array]]:
         """Writes the step's page table entries, then replays its launches in order."""

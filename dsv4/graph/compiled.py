@@ -5,16 +5,19 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from dsv4.errors import CaptureError
-from dsv4.graph.leaves import Leaf, Result, reader
+from dsv4.graph.leaves import Leaf, Result, last_name, reader
 from dsv4.graph.text import Readable
 
 if TYPE_CHECKING:
     from dsv4.graph.stages import Lowered
+
+Array = np.ndarray
 
 
 class Compiled(Readable):
@@ -44,6 +47,8 @@ class Compiled(Readable):
         free = [leaf for name in self._free for _, leaf in self._leaves[name]]
         self._read_free = [self._readers[name] for name in self._free]
         self._expected = [(leaf.shape, leaf.dtype, traced.device) for leaf in free]
+        self._host_leaves = [(last_name(leaf.path), tuple(leaf.shape)) for leaf in free]
+        self._host_results = [last_name(result.path) for result in traced.out_info if result.fresh]
         self._bind(bind)
         self.seconds = time.perf_counter() - began
 
@@ -119,6 +124,30 @@ class Compiled(Readable):
             self._refuse(args)
         self.replays += 1
         return self._assemble(self._run(leaves), leaves)
+
+    def on_host(self, arrays: Mapping[str, Array]) -> dict[str, Array]:
+        """The step on host arrays by the last name of each leaf: what a scheduler sends and reads, without a tree on the way.
+
+        Takes every leaf that is not bound; returns the fresh results, the caller's to keep. Raises TypeError naming the leaf
+        that is missing or differs.
+        """
+        try:
+            leaves = [arrays[name] for name, _ in self._host_leaves]
+        except KeyError as missing:
+            names = [name for name, _ in self._host_leaves]
+            raise TypeError(f"{self.label}: no array {missing}; expected {names}, got {list(arrays)}") from None
+        for x, (name, shape) in zip(leaves, self._host_leaves, strict=True):
+            if x.shape != shape:
+                raise TypeError(f"{self.label}: {name}: expected shape {list(shape)}, got {list(x.shape)}")
+        self.replays += 1
+        run_on_host = getattr(self._run, "on_host", None)
+        if run_on_host is None:
+            device = self.lowered.traced.device
+            results = self._run([torch.from_numpy(x).to(device) for x in leaves])
+            found = [x.cpu().numpy() for x in results]
+        else:
+            found = run_on_host(leaves)
+        return dict(zip(self._host_results, found, strict=True))
 
     def _refuse(self, args: Sequence[Any]) -> NoReturn:
         """Raises TypeError for arguments that do not fit, naming the first leaf that differs."""

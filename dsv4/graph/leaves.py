@@ -56,6 +56,11 @@ class Result:
         return self.dtype is not None and self.source is None
 
 
+def last_name(path: str) -> str:
+    """`slots` of `batch.slots`."""
+    return path.rpartition(".")[2]
+
+
 @dataclass(frozen=True)
 class Statics:
     """The leaves of the arguments that are no tensors: (position among all leaves, value)."""

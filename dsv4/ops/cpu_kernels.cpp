@@ -300,6 +300,9 @@ class Pool {
 
   private:
     static constexpr i64 INDEX = 0xffff;
+    // About a millisecond, longer than from one decode step to the next: to wake a sleeper takes its waker 40 us where a halted
+    // core is left to a hypervisor.
+    static constexpr int SPINS = 500, YIELDS = 2500;
 
     // claim: number of the job << 32 | its pieces << 16 | the next one. The rest is read before a piece is claimed, and belongs
     // to the piece if the claim succeeds: it changes only when none is left.
@@ -335,9 +338,9 @@ class Pool {
         for (int idle = 0;;) {
             if (take(me)) {
                 idle = 0;
-            } else if (++idle < 500) {
+            } else if (++idle < SPINS) {
                 relax();
-            } else if (idle < 700) {
+            } else if (idle < SPINS + YIELDS) {
                 std::this_thread::yield();  // Python threads may be waiting for this core
             } else {
                 std::unique_lock<std::mutex> lock(sleep_);
