@@ -47,7 +47,9 @@ class Compiled(Readable):
         free = [leaf for name in self._free for _, leaf in self._leaves[name]]
         self._read_free = [self._readers[name] for name in self._free]
         self._expected = [(leaf.shape, leaf.dtype, traced.device) for leaf in free]
-        self._host_leaves = [(last_name(leaf.path), tuple(leaf.shape)) for leaf in free]
+        self._host_leaves = [
+            (last_name(leaf.path), tuple(leaf.shape), torch.empty(0, dtype=leaf.dtype).numpy().dtype) for leaf in free
+        ]
         self._host_results = [last_name(result.path) for result in traced.out_info if result.fresh]
         self._bind(bind)
         self.seconds = time.perf_counter() - began
@@ -132,13 +134,13 @@ class Compiled(Readable):
         that is missing or differs.
         """
         try:
-            leaves = [arrays[name] for name, _ in self._host_leaves]
+            leaves = [arrays[name] for name, _, _ in self._host_leaves]
         except KeyError as missing:
-            names = [name for name, _ in self._host_leaves]
+            names = [name for name, _, _ in self._host_leaves]
             raise TypeError(f"{self.label}: no array {missing}; expected {names}, got {list(arrays)}") from None
-        for x, (name, shape) in zip(leaves, self._host_leaves, strict=True):
-            if x.shape != shape:
-                raise TypeError(f"{self.label}: {name}: expected shape {list(shape)}, got {list(x.shape)}")
+        for x, (name, shape, dtype) in zip(leaves, self._host_leaves, strict=True):
+            if x.shape != shape or x.dtype != dtype:
+                raise TypeError(f"{self.label}: {name}: expected {dtype} {list(shape)}, got {x.dtype} {list(x.shape)}")
         self.replays += 1
         run_on_host = getattr(self._run, "on_host", None)
         if run_on_host is None:

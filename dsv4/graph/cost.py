@@ -54,7 +54,7 @@ def _moe(a: Arguments, outs: list[Tensor]) -> int:
 
 def _experts(a: Arguments) -> tuple[Tensor, Tensor]:
     """The two stacks of expert matrices, whatever the operator calls them."""
-    w13, w2 = (value for value in a.values() if isinstance(value, Tensor) and value.ndim == 3)
+    w13, w2 = (value for value in a.values() if isinstance(value, Tensor) and value.ndim >= 3)  # panels have more
     return w13, w2
 
 

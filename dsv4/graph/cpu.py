@@ -184,7 +184,7 @@ class TapeRunner:
             self._host = [fixed.numpy() for fixed, *_ in self._copies], [x.numpy() for x in self._results]
         inputs, results = self._host
         for fixed, x in zip(inputs, arrays, strict=True):
-            np.copyto(fixed, x, casting="no")
+            np.copyto(fixed, x)
         self._replay()
         return [x.copy() for x in results]
 

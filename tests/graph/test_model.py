@@ -14,6 +14,7 @@ from dsv4.errors import PlatformError
 from dsv4.graph import Arena, Compiled, StepProgram
 from dsv4.graph.cpu import native_machine
 from dsv4.ops.cpu import CPU, library
+from dsv4.ops.cpu_params import prepare
 from dsv4.params import Params
 from dsv4.steps import STEPS
 from dsv4.tree import named_leaves
@@ -130,6 +131,18 @@ def test_the_cost_table_knows_every_operator_that_multiplies():
     linear = params("w8a8").target.layers[0].attn.w_in
     node = next(e.node for e in compiled.lowered.tape.entries if str(e.node.target) == "dsv4.linear.default")
     assert node.args[1].meta["val"].shape == linear.shape
+
+
+@pytest.mark.parametrize("form", ["f32", "w8a8"])
+def test_weights_in_panels_cost_what_plain_ones_do(form: str):
+    costs = []
+    for weights in (params(form), prepare(params(form))):
+        tape = TapeRunner(CFG, weights, ops=CPU, k=0, slots=3)
+        tape.generate(0, list(range(20)), 2)
+        lowered = tape.programs[StepShape("decode", 1, 1, tape.pages)].lowered
+        assert "moe" in lowered.as_text()
+        costs.append({name: (count, cost.flops) for name, (count, cost) in lowered.cost().items()})
+    assert costs[0] == costs[1]
 
 
 def test_capture_is_fast_enough_to_happen_at_start_up():

@@ -208,6 +208,37 @@ def test_inductor_compiles_the_graph():
         torch.testing.assert_close(a, b)
 
 
+def tape_step(params: toy.Weights, cache: toy.Pools, batch: toy.Inputs):
+    """What `plain_step` is to the other targets: a write and a fresh result, of operators a tape can run."""
+    pool = toy.put(cache.layers[0], batch.slots, toy.mix(batch.x, params.b[0]))
+    return toy.Outputs(y=toy.mix(batch.x, batch.x)), toy.Pools(layers=(pool, cache.layers[1]))
+
+
+@pytest.mark.parametrize(("target", "fn"), [("cpu", tape_step), ("plain", plain_step)])
+def test_a_replay_on_host_arrays(target, fn):
+    params, cache, batch = toy.weights(), toy.pools(), toy.inputs()
+    options = {"machine": toy.MACHINE} if target == "cpu" else {}
+    lowered = program(fn).trace(params, cache, batch).lower(target, **options)
+    compiled = lowered.compile(bind={"params": params, "cache": cache})
+    arrays = {"x": batch.x.numpy(), "slots": batch.slots.numpy()}
+    kept = compiled.on_host(arrays)
+    assert list(kept) == ["y"]
+    first = kept["y"].copy()
+    assert (first == compiled(batch)[0].y.numpy()).all()
+    other = {"slots": arrays["slots"], "x": 2 * arrays["x"] + 1}  # in any order
+    assert (compiled.on_host(other)["y"] != first).any()
+    assert (kept["y"] == first).all(), "the next replay wrote into a result that was handed out"
+
+    for wrong, message in (
+        ({"x": arrays["x"]}, "no array 'slots'; expected ..x., .slots.., got ..x.."),
+        (arrays | {"x": arrays["x"][:2]}, r"x: expected float32 \[4, 8\], got float32 \[2, 8\]"),
+        (arrays | {"slots": arrays["slots"].astype("int64")}, r"slots: expected int32 \[4\], got int64 \[4\]"),
+    ):
+        with pytest.raises(TypeError, match=message):
+            compiled.on_host(wrong)
+    assert compiled.replays == 3
+
+
 def test_targets_are_a_registry():
     assert {"plain", "cpu", "inductor"} <= set(targets())
     with pytest.raises(CaptureError, match="no target 'gpu'; there are cpu"):
