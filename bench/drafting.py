@@ -2,10 +2,13 @@
 
     python -m bench.drafting [--model CHECKPOINT] [--batch 1 8] [--prompts 64]
 
-The held-out files of the demo's training (`tools/training/corpus.py`), W8A8, greedy, natural drafts. Tokens are compared too.
+The held-out files of the demo's training (`tools/training/corpus.py`), W8A8, greedy, natural drafts. A batch is requests that
+begin together, timed from their first tokens on, whose last ones run with ever fewer; and, "a new one for each that ends", so
+many at any time, as in a busy server, timed with their prompts. Tokens are compared too.
 """
 
 import argparse
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tokenizers import Tokenizer
@@ -31,6 +34,29 @@ def held_out_prompts(path: Path, count: int) -> list[list[int]]:
     return prompts_of(ids, count, SHORTEST, LONGEST, recipe.seed + 3)
 
 
+def compare(engines: Mapping[int, BenchEngine], batches: Sequence[Sequence[Sequence[int]]], at_once: int) -> list[str]:
+    """One row of the table: every batch at K=0 and at K=7, turn about, `at_once` requests at a time."""
+    for engine in engines.values():
+        engine.run(batches[0][:at_once], TOKENS)
+    before = engines[7].started.engine.stats().speculation
+    seconds, counted, tokens, same = dict.fromkeys(engines, 0.0), dict.fromkeys(engines, 0), 0, 0
+    for turn, batch in enumerate(batches):
+        together = len(batch) == at_once
+        found = {k: engines[k].run(batch, TOKENS, at_once) for k in ((0, 7) if turn % 2 else (7, 0))}
+        for k, timing in found.items():
+            seconds[k] += timing.total_s - together * timing.first_s
+            counted[k] += sum(map(len, timing.tokens)) - together * len(batch)
+        for plain, drafted in zip(found[0].tokens, found[7].tokens, strict=True):
+            tokens += len(plain)
+            same += sum(a == b for a, b in zip(plain, drafted, strict=True))
+    now = engines[7].started.engine.stats().speculation
+    steps, plain_steps = now.verify_steps - before.verify_steps, now.plain_steps - before.plain_steps
+    accepted = 1 + (now.accepted - before.accepted) / steps if steps else float("nan")
+    rates = {k: count / seconds[k] for k, count in counted.items()}
+    return [*(f"{rates[k]:,.0f}" for k in (0, 7)), f"{rates[7] / rates[0]:.2f}", f"{accepted:.2f}",
+            f"{plain_steps / (steps + plain_steps):.0%}", f"{same:,} of {tokens:,}"]  # fmt: skip
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="demo")
@@ -48,24 +74,10 @@ def main() -> None:
     engines = {k: BenchEngine(model, None, k, options.threads) for k in (0, 7)}
     rows = []
     for size in options.batch:
-        batches = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
-        seconds, tokens, same = dict.fromkeys(engines, 0.0), 0, 0
-        before = engines[7].started.engine.stats().speculation
-        for engine in engines.values():
-            engine.run(batches[0], TOKENS)
-        for batch in batches:
-            found = {k: engine.run(batch, TOKENS) for k, engine in engines.items()}
-            for k, timing in found.items():
-                seconds[k] += timing.total_s - timing.first_s
-            for plain, drafted in zip(found[0].tokens, found[7].tokens, strict=True):
-                tokens += len(plain)
-                same += sum(a == b for a, b in zip(plain, drafted, strict=True))
-        now = engines[7].started.engine.stats().speculation
-        steps, plain_steps = now.verify_steps - before.verify_steps, now.plain_steps - before.plain_steps
-        accepted = 1 + (now.accepted - before.accepted) / steps
-        rates = {k: (tokens - len(batches) * size) / s for k, s in seconds.items()}
-        rows.append([f"{size}", *(f"{rate:,.0f}" for rate in rates.values()), f"{rates[7] / rates[0]:.2f}",
-                     f"{accepted:.2f}", f"{plain_steps / (steps + plain_steps):.0%}", f"{same:,} of {tokens:,}"])  # fmt: skip
+        together = [prompts[at : at + size] for at in range(0, len(prompts) - size + 1, size)]
+        rows.append([f"{size}", *compare(engines, together, size)])
+        if size > 1:
+            rows.append([f"{size}, a new one for each that ends", *compare(engines, [prompts, prompts], size)])
     for engine in engines.values():
         engine.close()
     print_table(f"{model}\nheld-out text, natural drafts",

@@ -21,7 +21,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Timing:
-    """One batch of requests that began together: seconds to the first token and to the last (of all), and the tokens."""
+    """Some requests: seconds until all had a first token and until all had their last, and the tokens."""
 
     first_s: float
     total_s: float
@@ -53,8 +53,8 @@ class BenchEngine:
         )
         self._requests = 0
 
-    def run(self, prompts: Sequence[Sequence[int]], count: int) -> Timing:
-        """`count` tokens after each prompt, EOS ignored."""
+    def run(self, prompts: Sequence[Sequence[int]], count: int, at_once: int | None = None) -> Timing:
+        """`count` tokens after each prompt, EOS ignored; all begin together, or a new one as soon as fewer than `at_once` run."""
         params = SamplingParams(max_tokens=count, ignore_eos=True)
 
         async def one(prompt: Sequence[int], firsts: list[float]) -> list[int]:
@@ -70,8 +70,14 @@ class BenchEngine:
 
         async def everyone() -> Timing:
             firsts: list[float] = []
+            seats = asyncio.Semaphore(at_once or len(prompts))
+
+            async def seated(prompt: Sequence[int]) -> list[int]:
+                async with seats:
+                    return await one(prompt, firsts)
+
             began = self._clock()
-            tokens = await asyncio.gather(*(one(prompt, firsts) for prompt in prompts))
+            tokens = await asyncio.gather(*map(seated, prompts))
             return Timing(max(firsts) - began, self._clock() - began, tokens)
 
         return asyncio.run(everyone())

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from serving.pace import FIRST, LAST, AdaptivePace
+from serving.pace import EARLY, FIRST, LAST, MEMORY, TRIAL, AdaptivePace
 
 SIZES = (1, 2, 4, 8)
 
@@ -41,7 +41,16 @@ def test_it_settles_on_what_is_faster_and_seldom_tries_the_rest(
 
 
 def test_it_drafts_until_it_knows_better() -> None:
-    assert all(run(AdaptivePace(SIZES), 8, FIRST, 5.0, 4.0))
+    kinds = run(AdaptivePace(SIZES), 8, FIRST, 5.0, 4.0)
+    assert all(kinds[:EARLY]) and not any(kinds[EARLY + TRIAL + 1 :])
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_while_it_drafts_it_needs_no_trial_to_see_that_drafts_fail(rows: int) -> None:
+    pace = AdaptivePace(SIZES)
+    run(pace, rows, 8 * LAST, 2.0, 4.0)  # the next trial is far away
+    kinds = run(pace, rows, 2 * FIRST, 2.0, 1.0)
+    assert kinds.index(False) <= 2 * MEMORY // rows + EARLY and not any(kinds[-8:])
 
 
 def test_it_follows_the_text() -> None:
