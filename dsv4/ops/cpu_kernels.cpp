@@ -4,8 +4,8 @@
 //
 // Row independence is the contract: the bits of a row do not depend on how many rows there are, on its neighbours, on the
 // number of threads or on the vector width of the machine. So every float reduction runs over 16 fixed lanes (element i
-// belongs to lane i % 16) which are folded 8, 4, 2, 1; nothing is split over the reduced axis, contraction is off, and fused
-// multiply-adds are written out.
+// belongs to lane i % 16) which are folded 8, 4, 2, 1, but for products of bf16, which have the order of the matrix unit
+// (`panel_tile`); nothing is split over the reduced axis, contraction is off, and fused multiply-adds are written out.
 
 #include <algorithm>
 #include <atomic>
@@ -22,7 +22,7 @@
 #include <pthread.h>
 #if defined(__x86_64__)
 #include <immintrin.h>
-#if defined(__AMX_INT8__) && defined(__AVX512F__) && defined(__linux__)
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512F__) && defined(__linux__)
 #define TILES
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -431,22 +431,23 @@ INLINE i64 floor_div(i64 a, i64 b) { return a / b - (a % b < 0); }
 INLINE i64 clamp(i64 x, i64 low, i64 high) { return std::max(low, std::min(x, high)); }
 INLINE bool inside(i64 row, i64 rows) { return uint64_t(row) < uint64_t(rows); }
 
-// n rows of k floats at stride ld, rounded to W: `x` itself where nothing has to change, else a copy in `scratch`.
-struct FloatRows {
-    const float* data;
+// n rows of k values at stride ld as W: `x` itself where nothing has to change, else a copy in `scratch`.
+template <class W> struct Strided {
+    const W* data;
     i64 stride;
-    const float* operator[](i64 r) const { return data + r * stride; }
+    const W* operator[](i64 r) const { return data + r * stride; }
 };
+using FloatRows = Strided<float>;
 
-template <class W, int SLOT = 0> FloatRows float_rows(const void* x, i64 dtype, i64 n, i64 k, i64 ld) {
-    if (dtype == F32 && std::is_same_v<W, float>) return {static_cast<const float*>(x), ld};
-    SCRATCH(float, copy, n * k);
+template <class W, int SLOT = 0> Strided<W> float_rows(const void* x, i64 dtype, i64 n, i64 k, i64 ld) {
+    if ((dtype == F32) == std::is_same_v<W, float>) return {static_cast<const W*>(x), ld};
+    SCRATCH(W, copy, n * k);
     with_float(dtype, [&](auto* tag) {
         using X = Elem<decltype(tag)>;
         parallel(n, k / LANES, [&](i64 begin, i64 end) {
             for (i64 r = begin; r < end; ++r) {
                 const X* from = static_cast<const X*>(x) + r * ld;
-                each(k, [&](i64 i, i64 m) { store(copy + r * k + i, rounded<W>(load(from + i, m)), m); });
+                copy_row(copy + r * k, from, k);
             }
         });
     });
@@ -487,9 +488,9 @@ template <int H = LANES / 2, class V> INLINE V fold_all(V* v) {
         return v[0];
 }
 
-// The left operand: rows of floats, or of int8 with the factor of each row and its sum.
+// The left operand: rows of the weights' type; int8 with the factor of each row and its sum.
 template <class W> struct Rows {
-    const float* const* at;
+    const W* const* at;
     Rows from(i64 r) const { return {at + r}; }
 };
 template <> struct Rows<int8_t> {
@@ -682,22 +683,6 @@ template <class W> void dots(Rows<W> x, i64 n, const W* const* w, i64 cols, i64 
     for (i64 c = 0; c < cols; c += PANEL) panel(x, n, w + c, std::min(PANEL, cols - c), k, out + c, ld);
 }
 
-template <> void dots(Rows<bf16> x, i64 n, const bf16* const* w, i64 cols, i64 k, float* out, i64 ld) {
-    SCRATCH(float, wide, PANEL* k);
-    const float* at[PANEL];
-    for (i64 j = 0; j < PANEL; ++j) at[j] = wide + j * k;
-    for (i64 c = 0; c < cols; c += PANEL) {
-        i64 width = std::min(PANEL, cols - c);
-        if (n <= 2) {
-            panel(x, n, w + c, width, k, out + c, ld);
-            continue;
-        }
-        for (i64 j = 0; j < width; ++j)
-            each(k, [&](i64 i, i64 m) { store(wide + j * k + i, load(w[c + j] + i, m), m); });
-        panel(Rows<float>{x.at}, n, at, width, k, out + c, ld);
-    }
-}
-
 // A matrix [width, k]: rows at stride ld, or panels of 16 rows (`cpu_params.py`) at stride ld.
 template <class W> struct Matrix {
     const W* data;
@@ -708,18 +693,10 @@ template <class W> struct Matrix {
     Matrix channels(i64 k) const { return {data + (panels ? k * PANEL : k), ld, panels}; }
 };
 
-// Channels k and k + 8 of 16 weights, LANES of them from lane `v` on. bf16 has both in one word.
-INLINE void load_pair(const float* w, i64 v, vec* pair) { pair[0] = load(w + v), pair[1] = load(w + PANEL + v); }
-INLINE void load_pair(const bf16* w, i64 v, vec* pair) {
-    uvec both;
-    memcpy(&both, w + 2 * v, sizeof both);
-    pair[0] = (vec)(both << 16), pair[1] = (vec)(both & 0xffff0000u);
-}
-
 // out[r][p]: x[r] . the 16 weights of panel p. A panel holds all channels = k (mod 8), in pairs, for one k after the other; the
 // sums of each k are kept apart, G of them in registers at a time, and added up as `fold` does.
-template <int R, int P, int G, class W>
-INLINE void panel_tile(Rows<W> x, i64 rows, const W* w, i64 ld, i64 k, vec (*out)[P][PARTS]) {
+template <int R, int P, int G>
+INLINE void panel_tile(Rows<float> x, i64 rows, const float* w, i64 ld, i64 k, vec (*out)[P][PARTS]) {
     const float* xs[R];
     for (int r = 0; r < R; ++r) xs[r] = x.at[std::min<i64>(r, rows - 1)];
     vec half[8][R][P][PARTS];
@@ -727,10 +704,11 @@ INLINE void panel_tile(Rows<W> x, i64 rows, const W* w, i64 ld, i64 k, vec (*out
         vec acc[G][2][R][P][PARTS] = {};
         for (i64 i = 0; i < k; i += 16)
             for (int a = 0; a < G; ++a) {
-                const W* at = w + ((g + a) * (k / 8) + i / 8) * PANEL;
+                const float* at = w + ((g + a) * (k / 8) + i / 8) * PANEL;
                 vec wv[P][PARTS][2];
                 for (int p = 0; p < P; ++p)
-                    for (int v = 0; v < PARTS; ++v) load_pair(at + p * ld, v * LANES, wv[p][v]);
+                    for (int v = 0; v < PARTS; ++v)
+                        for (int b = 0; b < 2; ++b) wv[p][v][b] = load(at + p * ld + b * PANEL + v * LANES);
                 for (int b = 0; b < 2; ++b)
                     for (int r = 0; r < R; ++r) {
                         vec xv = splat(xs[r][i + g + a + 8 * b]);
@@ -749,6 +727,36 @@ INLINE void panel_tile(Rows<W> x, i64 rows, const W* w, i64 ld, i64 k, vec (*out
                 auto quarter = [&](int g) FLAT { return half[g][r][p][v] + half[g + 4][r][p][v]; };
                 out[r][p][v] = (quarter(0) + quarter(2)) + (quarter(1) + quarter(3));
             }
+}
+
+// The same for bf16, in the order of the matrix unit: over 32 channels, the even ones and the odd ones each one after the other,
+// then the two sums to the total. (The unit takes denormals for zero.)
+template <int R, int P, int G>
+INLINE void panel_tile(Rows<bf16> x, i64 rows, const bf16* w, i64 ld, i64 k, vec (*out)[P][PARTS]) {
+    const bf16* xs[R];
+    for (int r = 0; r < R; ++r) xs[r] = x.at[std::min<i64>(r, rows - 1)];
+    for (int r = 0; r < R; ++r)
+        for (int p = 0; p < P; ++p)
+            for (int v = 0; v < PARTS; ++v) out[r][p][v] = vec{};
+    for (i64 first = 0; first < k; first += 32) {
+        vec acc[2][R][P][PARTS] = {};
+        for (i64 i = first; i < std::min(k, first + 32); i += 2) {
+            uvec both[P][PARTS];
+            for (int p = 0; p < P; ++p)
+                for (int v = 0; v < PARTS; ++v) memcpy(&both[p][v], w + p * ld + i * PANEL + 2 * v * LANES, sizeof(uvec));
+            for (int r = 0; r < R; ++r) {
+                vec even = splat(get(xs[r] + i)), odd = splat(i + 1 < k ? get(xs[r] + i + 1) : 0.0f);
+                for (int p = 0; p < P; ++p)
+                    for (int v = 0; v < PARTS; ++v) {
+                        acc[0][r][p][v] = fma(even, (vec)(both[p][v] << 16), acc[0][r][p][v]);
+                        acc[1][r][p][v] = fma(odd, (vec)(both[p][v] & 0xffff0000u), acc[1][r][p][v]);
+                    }
+            }
+        }
+        for (int r = 0; r < R; ++r)
+            for (int p = 0; p < P; ++p)
+                for (int v = 0; v < PARTS; ++v) out[r][p][v] += acc[0][r][p][v] + acc[1][r][p][v];
+    }
 }
 
 // The same for int8, in CHAINS exact sums.
@@ -805,8 +813,10 @@ INLINE void panel_block(Rows<W> x, i64 rows, const W* w, i64 ldw, i64 cols, i64 
 }
 
 #if defined(TILES)
-// The matrix unit (AMX): 16 x 16 exact sums over 64 channels in one instruction. A panel's 64 channels are a tile as they lie.
-constexpr i64 TILE_ROWS = 16, TILE_CHANNELS = 64, TILE_LEAST_ROWS = 3;
+// The matrix unit (AMX): 16 x 16 sums over 64 channels of int8, or 32 of bf16, in one instruction. These channels of a panel are a
+// tile as they lie.
+constexpr i64 TILE_ROWS = 16, TILE_BYTES = 64;
+template <class W> constexpr i64 TILE_CHANNELS = TILE_BYTES / sizeof(W);
 
 // Whether this process may use it: the kernel must be asked, and some hypervisors say no.
 const bool tiles_allowed = [] {
@@ -827,7 +837,7 @@ INLINE void shape_tiles(i64 rows) {
         uint16_t bytes[16] = {};
         uint8_t rows[16] = {};
     } shape;
-    for (int i = 0; i < 8; ++i) shape.bytes[i] = TILE_CHANNELS, shape.rows[i] = i < 6 ? rows : TILE_ROWS;
+    for (int i = 0; i < 8; ++i) shape.bytes[i] = TILE_BYTES, shape.rows[i] = i < 6 ? rows : TILE_ROWS;
     _tile_loadconfig(&shape);
     tile_rows = rows;
 }
@@ -840,60 +850,71 @@ struct TileUse {
     }
 };
 
-// What `panel_dots` computes, bit for bit: integer sums have no order.
-__attribute__((noinline)) void tile_dots(
-    Rows<int8_t> x, i64 n, const int8_t* w, i64 ldw, i64 cols, i64 k, float* out, i64 ld) {
-    alignas(64) i32 sums[TILE_ROWS * PANEL];
+// What `panel_dots` computes otherwise, bit for bit: integer sums have no order, and bf16 is added up as here.
+template <class W>
+__attribute__((noinline)) void tile_dots(Rows<W> x, i64 n, const W* w, i64 ldw, i64 cols, i64 k, float* out, i64 ld) {
+    constexpr bool exact = std::is_same_v<W, int8_t>;
     const i64 step = n > 1 ? x.at[1] - x.at[0] : k;
     bool even = true;
     for (i64 r = 2; r < n; ++r) even &= x.at[r] - x.at[r - 1] == step;
-    SCRATCH(int8_t, gathered, even ? 0 : n * k);
+    SCRATCH(W, gathered, even ? 0 : n * k);
     if (!even)
-        for (i64 r = 0; r < n; ++r) memcpy(gathered + r * k, x.at[r], k);
-    const int8_t* rows = even ? x.at[0] : gathered;
-    const i64 pitch = even ? step : k;
+        for (i64 r = 0; r < n; ++r) memcpy(gathered + r * k, x.at[r], k * sizeof(W));
+    const W* rows = even ? x.at[0] : gathered;
+    const i64 pitch = even ? step : k, bytes = pitch * sizeof(W);
+    alignas(64) i32 sums[TILE_ROWS * PANEL];
     auto finish = [&](i64 r, i64 count, i64 c) FLAT {
-        for (i64 i = 0; i < count; ++i)
-            store(out + (r + i) * ld + c,
-                  __builtin_convertvector(*reinterpret_cast<const ivec*>(sums + i * PANEL), vec) * x.scale[r + i]);
+        if constexpr (exact)
+            for (i64 i = 0; i < count; ++i)
+                store(out + (r + i) * ld + c,
+                      __builtin_convertvector(*reinterpret_cast<const ivec*>(sums + i * PANEL), vec) * x.scale[r + i]);
     };
+#define TILE_DOT(sum, row, panel) \
+    if constexpr (exact) \
+        _tile_dpbssd(sum, row, panel); \
+    else \
+        _tile_dpbf16ps(sum, row, panel)
+#define TILE_STORE(sum, r, c) \
+    if constexpr (exact) \
+        _tile_stored(sum, sums, TILE_BYTES); \
+    else \
+        _tile_stored(sum, out + (r) * ld + (c), ld * 4); \
+    finish(r, count, c)
     auto blocks = [&](i64 r, i64 count, bool two_rows) FLAT {
-        const int8_t* a = rows + r * pitch;
+        const W* a = rows + r * pitch;
         const i64 half = TILE_ROWS * pitch;
         for (i64 c = 0; c < cols; c += 2 * PANEL) {
             const bool two = c + PANEL < cols;
-            const int8_t *left = w + c / PANEL * ldw, *right = left + (two ? ldw : 0);
+            const W *left = w + c / PANEL * ldw, *right = left + (two ? ldw : 0);
             _tile_zero(0);
             _tile_zero(1);
             _tile_zero(2);
             _tile_zero(3);
-            for (i64 i = 0; i < k; i += TILE_CHANNELS) {
-                _tile_loadd(6, left + i * PANEL, TILE_CHANNELS);
-                _tile_loadd(7, right + i * PANEL, TILE_CHANNELS);
-                _tile_loadd(4, a + i, pitch);
-                _tile_dpbssd(0, 4, 6);
-                _tile_dpbssd(1, 4, 7);
+            for (i64 i = 0; i < k; i += TILE_CHANNELS<W>) {
+                _tile_loadd(6, left + i * PANEL, TILE_BYTES);
+                _tile_loadd(7, right + i * PANEL, TILE_BYTES);
+                _tile_loadd(4, a + i, bytes);
+                TILE_DOT(0, 4, 6);
+                TILE_DOT(1, 4, 7);
                 if (two_rows) {
-                    _tile_loadd(5, a + half + i, pitch);
-                    _tile_dpbssd(2, 5, 6);
-                    _tile_dpbssd(3, 5, 7);
+                    _tile_loadd(5, a + half + i, bytes);
+                    TILE_DOT(2, 5, 6);
+                    TILE_DOT(3, 5, 7);
                 }
             }
-            _tile_stored(0, sums, TILE_CHANNELS);
-            finish(r, count, c);
+            TILE_STORE(0, r, c);
             if (two) {
-                _tile_stored(1, sums, TILE_CHANNELS);
-                finish(r, count, c + PANEL);
+                TILE_STORE(1, r, c + PANEL);
             }
             if (!two_rows) continue;
-            _tile_stored(2, sums, TILE_CHANNELS);
-            finish(r + TILE_ROWS, count, c);
+            TILE_STORE(2, r + TILE_ROWS, c);
             if (two) {
-                _tile_stored(3, sums, TILE_CHANNELS);
-                finish(r + TILE_ROWS, count, c + PANEL);
+                TILE_STORE(3, r + TILE_ROWS, c + PANEL);
             }
         }
     };
+#undef TILE_DOT
+#undef TILE_STORE
     i64 r = 0;
     if (n >= TILE_ROWS) {
         shape_tiles(TILE_ROWS);
@@ -914,8 +935,10 @@ template <class W>
 __attribute__((noinline)) void panel_dots(Rows<W> x, i64 n, const W* w, i64 ldw, i64 cols, i64 k, float* out, i64 ld) {
     constexpr bool wide = LANES == 16;
 #if defined(TILES)
-    if constexpr (std::is_same_v<W, int8_t>)
-        if (n >= TILE_LEAST_ROWS && k % TILE_CHANNELS == 0 && tiles_allowed) return tile_dots(x, n, w, ldw, cols, k, out, ld);
+    if constexpr (!std::is_same_v<W, float>) {
+        constexpr i64 least_rows = std::is_same_v<W, int8_t> ? 3 : 1;
+        if (n >= least_rows && k % TILE_CHANNELS<W> == 0 && tiles_allowed) return tile_dots(x, n, w, ldw, cols, k, out, ld);
+    }
 #endif
     auto block = [&](i64 r, auto rows) FLAT {
         panel_block<decltype(rows)::value, wide ? 2 : 1>(x.from(r), n - r, w, ldw, cols, k, out + r * ld, ld);
@@ -927,6 +950,20 @@ __attribute__((noinline)) void panel_dots(Rows<W> x, i64 n, const W* w, i64 ldw,
         for (; n - r > 2; r += 4) block(r, std::integral_constant<int, 4>{});
     for (; n - r > 1; r += 2) block(r, std::integral_constant<int, 2>{});
     for (; r < n; ++r) block(r, std::integral_constant<int, 1>{});
+}
+
+// bf16 rows are laid in panels first, for the sake of the order.
+template <> void dots(Rows<bf16> x, i64 n, const bf16* const* w, i64 cols, i64 k, float* out, i64 ld) {
+    SCRATCH(bf16, panel, PANEL*(k + k % 2));
+    SCRATCH(float, part, n* PANEL);
+    for (i64 c = 0; c < cols; c += PANEL) {
+        i64 width = std::min(PANEL, cols - c);
+        std::fill(panel, panel + PANEL * (k + k % 2), bf16{});
+        for (i64 j = 0; j < width; ++j)
+            for (i64 i = 0; i < k; ++i) panel[(i / 2 * PANEL + j) * 2 + i % 2] = w[c + j][i];
+        panel_dots(x, n, panel, 0, PANEL, k, part, PANEL);
+        for (i64 r = 0; r < n; ++r) memcpy(out + r * ld + c, part + r * PANEL, width * sizeof(float));
+    }
 }
 
 // out[r, c] = x[r] . w[first + c]; a multiple of 16 where the matrix has panels.
@@ -979,8 +1016,8 @@ template <class F> void tasks(i64 n, i64 width, i64 k, const F& body) {
 
 // out[r, c] = x[r] . w[c], float or bf16 weights.
 template <class W>
-void product(FloatRows x, i64 n, i64 k, Matrix<W> w, i64 width, float* out, i64 ldo) {
-    SCRATCH(const float*, rows, n);
+void product(Strided<W> x, i64 n, i64 k, Matrix<W> w, i64 width, float* out, i64 ldo) {
+    SCRATCH(const W*, rows, n);
     for (i64 r = 0; r < n; ++r) rows[r] = x[r];
     tasks(n, width, k, [=](i64 r, i64 count, i64 c, i64 cols) {
         dots(Rows<W>{rows + r}, count, w, c, cols, k, out + r * ldo + c, ldo);
@@ -1687,7 +1724,7 @@ struct Segment {
 // W: float, bf16 or int8 weights; int8 carries scales.
 template <class W> void moe(Args a) {
     constexpr bool exact = std::is_same_v<W, int8_t>;
-    using X = std::conditional_t<exact, int8_t, float>;
+    using H = std::conditional_t<exact, float, W>;
     auto input = a.tensor<const void>();
     auto ids = a.tensor<const i32>();
     auto weights = a.tensor<const float>();
@@ -1735,11 +1772,11 @@ template <class W> void moe(Args a) {
     for (i64 e = 0; e < experts; ++e)
         for (i64 r = start[e]; r < start[e + 1]; r += ROWS) segments[pieces++] = {e, r, std::min(ROWS, start[e + 1] - r)};
 
-    FloatRows x = float_rows<std::conditional_t<exact, float, W>>(input, dtype, n, d, ldx);
-    SCRATCH(float, hidden, routes* f);
+    Strided<H> x = float_rows<H>(input, dtype, n, d, ldx);
+    SCRATCH(H, hidden, routes* f);
     SCRATCH(float, result, routes* d);
-    SCRATCH(const X*, x_at, routes);
-    SCRATCH(const X*, h_at, routes);
+    SCRATCH(const W*, x_at, routes);
+    SCRATCH(const W*, h_at, routes);
     SCRATCH(float, x_scale, routes);
     SCRATCH(float, h_scale, routes);
     SCRATCH(i32, x_sum, routes);
@@ -1787,7 +1824,7 @@ template <class W> void moe(Args a) {
                     if constexpr (exact) g *= load(scale + j, m), u *= load(scale + f + j, m);
                     g = min(g, splat(limit));
                     u = max(min(u, splat(limit)), splat(-limit));
-                    store(hidden + (s.first + r) * f + c + j, rounded<W>(g / (1.0f + exp(-g)) * u), m);
+                    store(hidden + (s.first + r) * f + c + j, g / (1.0f + exp(-g)) * u, m);
                 });
         }
     };
@@ -2274,9 +2311,9 @@ void dsv4_markov(const Call* c) {
         constexpr i64 CHUNK = 512;
         Matrix<W> matrix{static_cast<const W*>(w2), panels ? PANEL * rank : rank, panels != 0};
         i64 chunks = (vocab + CHUNK - 1) / CHUNK;
-        SCRATCH(float, previous, n* rank);
+        SCRATCH(W, previous, n* rank);
         SCRATCH(Best, best, n* chunks);
-        SCRATCH(const float*, at, n);
+        SCRATCH(const W*, at, n);
         Rows<W> rows{at};
         for (i64 s = 0; s < steps; ++s) {
             for (i64 r = 0; r < n; ++r) {

@@ -2,8 +2,8 @@
 
 A panel is 16 rows of a matrix side by side, so that one vector holds the same channel of 16 outputs: no sum has to be folded
 across lanes, and a step reads every weight in one stream. Some channels of a row lie together: four int8 are one operand of a
-dot product, two bf16 are widened by one load. Float channels are stored in the order in which a dot product of
-`cpu_kernels.cpp` adds them up, so results have the bits that the plain layout gives.
+dot product, and so are two bf16. float32 channels are stored in the order in which a dot product of `cpu_kernels.cpp` adds them up.
+Results have the bits that the plain layout gives.
 """
 
 from dataclasses import fields, is_dataclass, replace
@@ -51,7 +51,7 @@ def pack(w: Matrix, groups: int = 1) -> Matrix | Panels:
     together = TOGETHER.get(values.dtype)
     if together is None or rows % PANEL or channels % 16 or channels // groups % 4:
         return w
-    if scale is None:  # the residues mod 8 one after the other
+    if together == 1:  # the residues mod 8 one after the other
         values = values.unflatten(-1, (-1, 8)).transpose(-2, -1).flatten(-2)
     panels = values.unflatten(-1, (-1, together)).unflatten(-3, (-1, PANEL))
     return Panels(values=panels.transpose(-3, -2).contiguous(), scale=scale)
@@ -62,7 +62,7 @@ def unpack(panels: Panels) -> Matrix:
     values = panels.values.transpose(-3, -2).flatten(-2).flatten(-3, -2)
     if panels.scale is not None:
         return QuantWeight(values=values, scale=panels.scale)
-    return values.unflatten(-1, (8, -1)).transpose(-2, -1).flatten(-2)
+    return values if panels.values.shape[-1] > 1 else values.unflatten(-1, (8, -1)).transpose(-2, -1).flatten(-2)
 
 
 _MATRICES = {"wq_b", "wo_a", "gate", "head", "main_proj", "markov_w2"}

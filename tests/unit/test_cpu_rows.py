@@ -1,5 +1,6 @@
 """A row's bits depend on the row alone: not on how many rows there are, which neighbours, threads, or vector width."""
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -65,6 +66,12 @@ def cases() -> Iterator[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], t
             lambda x, i, w, w13=w13, w2=w2: CPU.moe(x, i, w, w13, w2, 5.0, 0),
             (x, ids, torch.rand(ROWS, k)),
         )
+        w13, w2 = pack(make(experts + 1, 96, 64)), pack(make(experts + 1, 64, 48))
+        yield (
+            f"moe-panels-{name}",
+            lambda x, i, w, w13=w13, w2=w2: CPU.moe(x, i, w, w13, w2, 5.0, 0),
+            (broad, ids, torch.rand(ROWS, k)),
+        )
     gate, bias = torch.randn(20, d), torch.randn(20)
     yield "route", lambda x, p: CPU.route(x, gate, bias, p, 3, 1.5), (x, torch.arange(ROWS, dtype=I32))
     kv, entries, sink = torch.randn(90, 24), torch.randn(70, 24), torch.randn(heads)
@@ -85,12 +92,13 @@ def cases() -> Iterator[tuple[str, Callable[..., Tensor | tuple[Tensor, ...]], t
     yield "compress", lambda r, t: CPU.compress(torch.ones(99, 96).cumsum(0).sin(), r, torch.ones(24), t, 1e-6, BF16), (
         torch.randint(-1, 99, (ROWS, 8), dtype=I32), turn)  # fmt: skip
     yield "argmax", CPU.argmax, (x,)
-    w1, w2 = torch.randn(600, 12), torch.randn(600, 12)
-    yield (
-        "markov",
-        lambda b, a: CPU.markov(b, w1, w2, a),
-        (torch.randn(ROWS, 3, 600), torch.randint(0, 600, (ROWS,), dtype=I32)),
-    )
+    for name, dtype, vocab, rank in (("f32", torch.float32, 600, 12), ("bf16", BF16, 608, 32)):
+        w1, w2 = torch.randn(vocab, rank).to(dtype), pack(torch.randn(vocab, rank).to(dtype))
+        yield (
+            f"markov-{name}",
+            lambda b, a, w1=w1, w2=w2: CPU.markov(b, w1, w2, a),
+            (torch.randn(ROWS, 3, vocab), torch.randint(0, vocab, (ROWS,), dtype=I32)),
+        )
 
 
 def flat(out: Tensor | tuple[Tensor, ...]) -> list[Tensor]:
@@ -162,20 +170,33 @@ for name, op, inputs in cases():
 """
 
 
+def digests(*flags: str, **environment: str) -> str:
+    """A line for each case, from a process of its own: kernels built with `flags`."""
+    root = str(Path(cpu_build.__file__).parents[2])
+    command = [sys.executable, "-c", DIGEST, root, *flags]
+    environment = os.environ | environment
+    return subprocess.run(command, check=True, capture_output=True, text=True, cwd=root, env=environment).stdout
+
+
+def has(feature: str) -> bool:
+    cpuinfo = Path("/proc/cpuinfo")
+    return cpuinfo.exists() and feature in cpuinfo.read_text().split()
+
+
+def test_the_matrix_unit_changes_nothing():
+    if not has("amx_bf16"):
+        pytest.skip("needs a machine with AMX to compare with")
+    native = digests()
+    assert len(native.splitlines()) > 10
+    assert digests(DSV4_NO_AMX="1") == native
+
+
 @pytest.mark.slow
 def test_vector_width_changes_nothing():
     """The AVX2 build and the portable one give the bits of the AVX-512 build."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if not cpuinfo.exists() or "avx512bw" not in cpuinfo.read_text():
+    if not has("avx512bw"):
         pytest.skip("needs a machine with AVX-512 to compare with")
-    root = str(Path(cpu_build.__file__).parents[2])
-
-    def digests(*flags: str) -> str:
-        command = [sys.executable, "-c", DIGEST, root, *flags]
-        return subprocess.run(command, check=True, capture_output=True, text=True, cwd=root).stdout
-
     native = digests()
-    assert len(native.splitlines()) > 10
     assert digests("-mno-avx512f") == native
     assert digests("-mno-avx512vnni") == native
     assert digests("-mno-avx") == native
