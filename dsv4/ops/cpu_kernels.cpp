@@ -1530,6 +1530,10 @@ INLINE void score_tile(const float* const* x, i64 rows, const float* groups, i64
             for (int v = 0; v < PARTS; ++v) store(out + r * ld + g * PANEL + v * LANES, acc[r][g][v]);
 }
 
+// out[r][g * 16 + j]: x[r] . row j of the turned group g. bf16 rows are turned by pairs of channels, which makes panels of them.
+void score_rows(const bf16* const* x, i64 rows, const float* groups, i64 count, i64 d, float* out, i64 ld) {
+    panel_dots(Rows<bf16>{x}, rows, reinterpret_cast<const bf16*>(groups), d * PANEL, count * PANEL, d, out, ld);
+}
 void score_rows(const float* const* x, i64 rows, const float* groups, i64 count, i64 d, float* out, i64 ld) {
     auto block = [&](i64 r, auto size) FLAT {
         constexpr int R = decltype(size)::value;
@@ -1544,15 +1548,20 @@ void score_rows(const float* const* x, i64 rows, const float* groups, i64 count,
     for (; r < rows; r += 4) block(r, std::integral_constant<int, 4>{});
 }
 
-// Rows of pools as floats: pointers into a pool of floats, or copies of bf16 rows.
-struct FloatKeys {
+// Rows of pools as they are and as floats, which are copies if they are bf16.
+template <class K> struct Keys {
+    const K** rows;
     const float** at;
     float* copies;
     i64 d, count;
-    void add(const float* row) { at[count++] = row; }
-    void add(const bf16* row) {
-        copy_row(copies + count * d, row, d);
-        at[count] = copies + count * d;
+    void add(const K* row) {
+        rows[count] = row;
+        if constexpr (std::is_same_v<K, float>) {
+            at[count] = row;
+        } else {
+            at[count] = copies + count * d;
+            copy_row(copies + count * d, row, d);
+        }
         ++count;
     }
 };
@@ -1583,20 +1592,21 @@ template <class K> void attention(Args a) {
     };
     // Tokens t .. t+m-1, whose windows move on by `shift` rows from one to the next.
     auto run = [=](i64 t, i64 m, i64 shift) {
+        [[maybe_unused]] TileUse use;
+        SCRATCH(const K*, rows, most + entry_width);
         SCRATCH(const float*, pointers, most + entry_width);
         SCRATCH(float, copies, most* d);
         SCRATCH(float, turned, most* d);
         SCRATCH(i64, before, width + block);
-        SCRATCH(float, queries, m * heads * d);
         SCRATCH(float, scores, m * heads * most);
         SCRATCH(float, shares, heads * (most + 16));
         SCRATCH(float, result, heads* d);
         SCRATCH(float, total, heads);
         SCRATCH(float, turn, 2 * r);
-        SCRATCH(const float*, q_at, m * heads);
+        SCRATCH(const K*, q_at, m * heads);
         SCRATCH(const float*, p_at, heads);
         SCRATCH(const float*, own, most);
-        FloatKeys keys{pointers, copies, d, 0};
+        Keys<K> keys{rows, pointers, copies, d, 0};
         const i32* first = window_of(t);
         for (i64 j = 0; j < width + shift * (m - 1); ++j) {
             i64 row = j < width ? first[j] : window_of(t + j - width + 1)[width - 1];
@@ -1606,7 +1616,7 @@ template <class K> void attention(Args a) {
         before[width + shift * (m - 1)] = keys.count;
         const i64 base = round16(keys.count);
 
-        auto gather_entries = [&](const i32* list, i64 count, FloatKeys& to) {
+        auto gather_entries = [&](const i32* list, i64 count, Keys<K>& to) {
             for (i64 j = 0; j < count; ++j)
                 if (inside(list[j], entry_pool)) to.add(entries + list[j] * ld_entries);
         };
@@ -1619,16 +1629,15 @@ template <class K> void attention(Args a) {
         for (i64 i = t; i < t + m && shared && seen; ++i)
             shared = entries_of(i) == entries_of(longest) || !memcmp(entries_of(i), entries_of(longest), entries_seen(i) * 4);
         for (i64 j = 0; j < seen && shared && m > 1; ++j) shared = inside(entries_of(longest)[j], entry_pool);
-        FloatKeys extra{pointers + base, copies + base * d, d, 0};
+        Keys<K> extra{rows + base, pointers + base, copies + base * d, d, 0};
         if (shared && seen) gather_entries(entries_of(longest), seen, extra);
 
-        for (i64 i = 0; i < m * heads; ++i) {
-            q_at[i] = queries + i * d;
-            copy_row(queries + i * d, q + (t + i / heads) * ldq + i % heads * ldq_head, d);
-        }
-        auto score = [&](const FloatKeys& rows, i64 from, i64 i, i64 tokens) {
-            turn_rows(rows.at, rows.count, d, turned + from * d);
-            score_rows(q_at + i * heads, tokens * heads, turned + from * d, round16(rows.count) / PANEL, d,
+        constexpr i64 together = sizeof(float) / sizeof(K);  // channels that are turned as one
+        for (i64 i = 0; i < m * heads; ++i) q_at[i] = q + (t + i / heads) * ldq + i % heads * ldq_head;
+        auto score = [&](const Keys<K>& some, i64 from, i64 i, i64 tokens) {
+            float* groups = turned + from * d / together;
+            turn_rows(reinterpret_cast<const float* const*>(some.rows), some.count, d / together, groups);
+            score_rows(q_at + i * heads, tokens * heads, groups, round16(some.count) / PANEL, d,
                        scores + i * heads * most + from, most);
         };
         score(keys, 0, 0, m);
