@@ -371,8 +371,10 @@ thread_local int thread_limit = 1;
 template <class F> void parallel(i64 n, double cost, const F& body) {
     double worth = n * cost / (pool->sleeping() ? WAKE_COST : FORK_COST);
     int threads = int(std::min<double>(std::min<i64>(thread_limit, n), worth));
+    // Small pieces even out a helper that comes late, but each is claimed by a write to a line that all of them want.
+    i64 pieces = threads * i64(std::max(2.0, std::min(8.0, worth / (threads * 32))));
     if (threads > 1)
-        pool->run(threads, n, std::max<i64>(1, n / (threads * 8)),
+        pool->run(threads, n, std::max<i64>(1, n / pieces),
                  [](const void* f, i64 begin, i64 end) { (*static_cast<const F*>(f))(begin, end); }, &body);
     else if (n > 0)
         body(i64(0), n);
