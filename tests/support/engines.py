@@ -11,12 +11,15 @@ from serving.build import Started, start_engine
 from serving.capacity import PagePlan
 from serving.request import EngineOutput, SamplingParams
 
-K7 = '{"method":"dspark","num_speculative_tokens":7}'
+# Unless told otherwise every step verifies drafts: what is faster here is not what tests are about.
+ADAPTIVE = '{"method":"dspark","num_speculative_tokens":7}'
+K7 = '{"method":"dspark","num_speculative_tokens":7,"adaptive":false}'
 
 
-def settings_for(cfg: ModelConfig, k: int = 0, **flags) -> EngineSettings:
+def settings_for(cfg: ModelConfig, k: int = 0, *, adaptive: bool = False, **flags) -> EngineSettings:
     flags = {"model": "tiny", "threads": 1, "max_num_seqs": 4} | flags
-    return resolve(EngineArgs(**flags, speculative_config=K7 if k else None), cfg, "cpu")
+    asked = (ADAPTIVE if adaptive else K7) if k else None
+    return resolve(EngineArgs(**flags, speculative_config=asked), cfg, "cpu")
 
 
 @contextmanager
