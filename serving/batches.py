@@ -141,6 +141,7 @@ class BatchBuilder:
         self._words = -(-vocab_size // 32)
         self._tile = max(query_len for query_len, _ in buckets.tiles)
         self._unseeded: set[int] = set()  # slots whose drafter has not run since their last token
+        self._steady: tuple[tuple, Launch] | None = None  # the last launch of rows: mostly the next one is the same
 
     def build(
         self, plan: PartitionPlan, extras: Mapping[int, RowExtras] | None = None, *, drafts: bool = True
@@ -157,7 +158,14 @@ class BatchBuilder:
         if plan.decode:
             kind: StepKind = "speculate" if drafts else "decode"
             reach = max(min(seat.upper, seat.request.limit) for seat in plan.decode)
-            launches += self._rows(kind, self._k + 1 if drafts else 1, plan.slots, reach, extras)
+            slots = plan.slots
+            asked = kind, self._pages(reach), *slots
+            if self._steady is not None and self._steady[0] == asked and not extras:
+                launches.append(self._steady[1])
+            else:
+                rows = list(self._rows(kind, self._k + 1 if drafts else 1, slots, reach, extras))
+                self._steady = (asked, rows[0]) if len(rows) == 1 and not extras else None
+                launches += rows
         tables = {
             group: tuple(np.array(column, np.int32) for column in (updates.slots, updates.columns, updates.pages))
             for group, updates in plan.table_updates.items()
@@ -167,6 +175,8 @@ class BatchBuilder:
 
     def _seeds(self, plan: PartitionPlan, extras: Mapping[int, RowExtras], drafts: bool) -> list[int]:
         """Slots to draft for in this step: those about to verify, and those whose drafts the host must know before they do."""
+        if drafts and not self._unseeded and not plan.prefill:
+            return []
         self._unseeded |= {chunk.slot for chunk in plan.finals}
         told = extras.keys() & {chunk.slot for chunk in plan.finals}
         slots = sorted(self._unseeded & (told | set(plan.slots if drafts else ())))
